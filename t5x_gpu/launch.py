@@ -633,14 +633,23 @@ class HostAgent:
         try:
           message = generations.message_from_json(value)
         except rendezvous.UNREADABLE:
-          self._links.close(link)
-          return self._member.link_closed(link, now)
+          return self._refuse_version(link, now)
         if self._info.process_index == 0 and not addresses.is_loopback(
           own := self._links.own_host(link)
         ):
           self._own_host = own  # the name of this host may mean loopback here
         return self._member.received(link, message, now)
     raise AssertionError(event)
+
+  def _refuse_version(self, link: int, now: float) -> list[generations.Action]:
+    """Turns away an agent whose message this one cannot read."""
+    me = self._member.me
+    what = f'{self._links.peer_host(link)} has another version of t5x_gpu than {me}'
+    _log(f'refused an agent: {what}.')
+    refused = generations.Refusal(f'The agent at {what}.', generations.SAME_COMMAND)
+    self._links.send(link, json.dumps(generations.message_to_json(refused)))
+    self._links.close(link)
+    return self._member.link_closed(link, now)
 
   def _do(self, actions: Sequence[generations.Action]) -> None:
     for action in actions:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -20,10 +21,11 @@ from t5x_gpu import launch
 from t5x_gpu.errors import ClusterError, ConfigError, UserError
 from t5x_gpu.reporting.interruptions import costs_of
 from t5x_gpu.reporting.run_record import read_run
-from t5x_gpu.runtime.cluster import cluster, generations, interruptions
+from t5x_gpu.runtime.cluster import cluster, generations, interruptions, links
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 from tests.messages import raises
+from tests.runtime.cluster.test_links import until
 
 # JAX warns of forks in a process that has imported it: this one has, `launch` does not.
 pytestmark = pytest.mark.filterwarnings('ignore:os.fork.. was called:RuntimeWarning')
@@ -280,6 +282,27 @@ def test_agents_with_another_secret_or_version_are_refused_by_name(three):
   three.start(2, t5x_gpu='2')
   assert three.end(2) == 1
   assert 'has t5x_gpu = 2, but host 0' in three.output(2), three.output(0)
+
+
+def test_an_agent_whose_messages_cannot_be_read_is_refused_and_named_on_both_sides(three):
+  three.start(0)
+  newer = links.Links('secret', run_id='run')
+
+  def poll() -> list[links.Event]:
+    events = newer.poll(0.01)
+    if any(isinstance(event, links.Failed) for event in events):  # host 0 does not listen yet
+      newer.connect(0, [three.address])
+    return events
+
+  newer.connect(0, [three.address])
+  opened = until(poll, links.Opened)[-1]
+  newer.send(opened.link, json.dumps({'kind': 'Hello', 'of_a_newer_version': 1}))
+  came = until(poll, links.Came)[-1]
+  refused = generations.message_from_json(came.message)
+  newer.leave()
+  assert refused.is_final
+  assert 'The agent at 127.0.0.1 has another version of t5x_gpu than host 0' in refused.reason
+  three.wait_for(lambda: 'refused an agent: 127.0.0.1 has another version' in three.output(0))
 
 
 @pytest.mark.parametrize(

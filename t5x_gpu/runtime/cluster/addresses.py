@@ -178,8 +178,11 @@ def local_host(connection: socket.socket) -> str:
 
 
 def peer_host(connection: socket.socket) -> str:
-  """Returns the numeric address of the other end of a connection."""
-  return _unmapped(connection.getpeername()[0])
+  """Returns the numeric address of the other end of a connection, for messages."""
+  try:
+    return _unmapped(connection.getpeername()[0])
+  except OSError:  # it has hung up
+    return 'an unknown address'
 
 
 def _unmapped(host: str) -> str:

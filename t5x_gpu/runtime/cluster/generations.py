@@ -60,6 +60,8 @@ GRACE_SECONDS = 10
 HOLD_SECONDS = 300
 # An agent whose predecessor is still connected waits this long, until that one is silent.
 PREDECESSOR_SECONDS = 10
+# A host that has not looked at its GPUs after this time is left out; the look has its own deadline.
+OFFER_SECONDS = 60
 # A leader without all hosts looks this often for a lower host, which then leads.
 PROBE_SECONDS = 2
 # A leader that waits for hosts says so this often.
@@ -76,6 +78,8 @@ BAD_HOST_SECONDS = 86400
 # Ending processes takes at most `REPORT_SECONDS` and as long again; a host that takes longer (a
 # process that the kernel cannot end) is left out.
 ENDING_SECONDS = 60
+SAME_COMMAND = 'Start all hosts with the same command, from the same checkout.'
+_REPAIR = 'Repair the host, and start the same command there again: the run takes it in.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,7 +484,9 @@ class Member:
     self._is_pausing = False
     self._grow_at = 0.0
     self._find_at = 0.0
+    self._away: set[str] = set()  # incarnations of hosts that this leader lost since the start
     self._proposal: Optional[Generation] = None
+    self._proposed_at = 0.0
     self._offers: dict[int, str] = {}
     self._probe_at = 0.0
     self._remind_at = 0.0
@@ -546,10 +552,9 @@ class Member:
     links = [follower.link for follower in self._followers.values()] if self._leads else []
     if self._leader is not None:
       links.append(self._leader)
-    fix = 'Repair the host, and start the same command there again: the run takes it in.'
     return [
       *(Send(link, Unfit(reason)) for link in links),
-      Exit(1, Problem(f'{_capital(str(self.me))} leaves the run: {reason}.', fix)),
+      Exit(1, Problem(f'{_capital(str(self.me))} leaves the run: {reason}.', _REPAIR)),
     ]
 
   def processes_ended(self, report: HostReport, now: float) -> list[Action]:
@@ -589,7 +594,24 @@ class Member:
           Drop(follower.link),
           *self._lose(follower, now),
         ]
+    if self._proposal is not None and now >= self._proposed_at + OFFER_SECONDS:
+      actions += self._leave_out(self._proposal, now)
     return actions + self._grow(now) + self._decide(now)
+
+  def _leave_out(self, generation: Generation, now: float) -> list[Action]:
+    """Continues without the hosts that beat but do not answer a proposal."""
+    reason = f'it has not looked at its GPUs within {OFFER_SECONDS} s'
+    if self.me.index not in self._offers:
+      return self.unfit(reason, now)
+    actions: list[Action] = []
+    for follower in list(self._followers.values()):
+      if follower.host in generation.members and follower.host.index not in self._offers:
+        self._unfit.add(follower.host.incarnation)
+        text = f'{follower.host} leaves the run: {reason}.'
+        refused = Refusal(_capital(text), _REPAIR)
+        actions += [Log(text), Send(follower.link, refused), Drop(follower.link)]
+        actions += self._lose(follower, now)
+    return actions
 
   def received(self, link: int, message: Message, now: float) -> list[Action]:
     """A message has come. Messages that do not fit the state are late, and ignored."""
@@ -724,6 +746,8 @@ class Member:
         if self._is_running and self.started.number == number:
           return [EndProcesses(seconds)]
       case Unfit(reason):
+        leader = self._known().get(self._leader_index)
+        self._unfit |= {leader.incarnation} if leader else set()
         return [Log(f'host {self._leader_index}, which leads, leaves the run: {reason}.')]
       case Finish(code, reason, fix):
         self._is_over = True
@@ -766,7 +790,7 @@ class Member:
 
   def _lead(self, now: float) -> list[Action]:
     self._leads, self._probe_at, self._remind_at = True, now + PROBE_SECONDS, now + REMIND_SECONDS
-    self._first, self._stopped_until = None, None
+    self._first, self._stopped_until, self._away = None, None, set()
     self._is_ending, self._is_pausing = False, False
     self._proposal, self._offers = None, {}
     actions: list[Action] = []
@@ -802,8 +826,7 @@ class Member:
       ours, theirs = self._facts.get(name, 'nothing'), hello.facts.get(name, 'nothing')
       if ours != theirs:
         return Refusal(
-          f'{_capital(str(who))} has {name} = {theirs}, but {self.me} has {ours}.',
-          'Start all hosts with the same command, from the same checkout.',
+          f'{_capital(str(who))} has {name} = {theirs}, but {self.me} has {ours}.', SAME_COMMAND
         )
     if not 0 <= who.index < self._host_count or who.index == self.me.index:
       return Refusal(
@@ -837,6 +860,7 @@ class Member:
     actions: list[Action] = []
     if follower.is_running:
       actions.append(Log(f'{follower.host} is lost.'))
+      self._away.add(follower.host.incarnation)
       if self._first is None or (self._first[1] and self._first[1].code in SHARED_CODES):
         self._first = (follower.host, None)
       actions += self._end(0, now, since=now - silent_seconds)
@@ -963,7 +987,7 @@ class Member:
           )
           for h in bad
         ),
-        *self._propose(made),
+        *self._propose(made, now),
       ]
     actions = self._remind(missing, now)
     if now >= self._since + HOLD_SECONDS:
@@ -993,7 +1017,8 @@ class Member:
     late = len(present) >= self._most and now >= self._since + SPARE_SECONDS
     if len(present) == self._host_count or late:
       hosts, spares = tuple(present[: self._most]), tuple(present[self._most :])
-      return self._propose(Generation('', 0, hosts, spares, Restarts(self._allowed), (self._most,)))
+      first = Generation('', 0, hosts, spares, Restarts(self._allowed), (self._most,))
+      return self._propose(first, now)
     missing = sorted(set(range(self._host_count)) - {host.index for host in present})
     if now < self._since + self._start_seconds:
       return self._remind([f'host {index}' for index in missing], now)
@@ -1023,7 +1048,8 @@ class Member:
     known = Interruption(
       last.number, interruptions.JOINED, pause, step, ended_at, max(at, default=None)
     )
-    lost = [host for host in last.hosts if host.index not in reports]
+    here = {host.incarnation for host in self._present()}  # some may have missed the start
+    lost = [h for h in last.hosts if h.index not in reports and h.incarnation not in here]
     failed = {h.index: r for h in last.hosts if (r := reports.get(h.index)) and r.is_failure}
     first = self._first if self.started == last else None  # it may have missed the last one
     if first is not None and first[0] in lost:
@@ -1050,7 +1076,7 @@ class Member:
       return Ended(LOST_CODE, step=step, asked=is_asked, is_lost=True), (), cut
     host, report = first
     if report is None:
-      lost = lost or [host]
+      lost = lost or [self.me if self._was_away(last) else host]
       blamed = tuple(Blame(each.name, 0) for each in lost)
       text = f'{_names(lost)} {"was" if len(lost) == 1 else "were"} lost'
       gone = dataclasses.replace(known, kind=interruptions.LOST_HOST, cause=text)
@@ -1067,6 +1093,11 @@ class Member:
     )
     ended = Ended(report.code, self._stable(host, report.failed), step, is_asked)
     return ended, (Blame(host.name, 0),) if ended.culprits else (), failed
+
+  def _was_away(self, generation: Generation) -> bool:
+    """Returns whether this leader, not the others, was away: it lost most of them; all are back."""
+    others = [host for host in generation.hosts if host != self.me]
+    return 2 * sum(host.incarnation in self._away for host in others) > len(others) > 1
 
   def _stable(self, host: Host, local: Iterable[int]) -> frozenset[int]:
     """Returns numbers of processes that do not change with the hosts, as ranks do."""
@@ -1094,13 +1125,13 @@ class Member:
         return hosts, tuple(host for host in present if host not in chosen)
     return (), tuple(present)
 
-  def _propose(self, made: Generation) -> list[Action]:
+  def _propose(self, made: Generation, now: float) -> list[Action]:
     """Proposes a generation; its run and number follow from what the agents know."""
     known = [g for hello in self._hellos() for g in (hello.started, *hello.accepted) if g]
     run = known[0].run if known else self.me.incarnation
     number = 1 + max((generation.number for generation in known), default=0)
     generation = dataclasses.replace(made, run=run, number=number)
-    self._proposal, self._offers = generation, {}
+    self._proposal, self._offers, self._proposed_at = generation, {}, now
     self._accepted.append(generation)
     return [
       Offer(number),
@@ -1116,7 +1147,7 @@ class Member:
       return []
     address = self._offers[generation.hosts[0].index]
     self._proposal, self._offers = None, {}
-    self._first, self._stopped_until = None, None
+    self._first, self._stopped_until, self._away = None, None, set()
     self._is_ending, self._is_pausing = False, False
     self._grow_at, self._find_at = now + GROW_SECONDS, now + FIND_SECONDS
     for follower in self._followers.values():

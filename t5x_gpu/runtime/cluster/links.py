@@ -167,6 +167,10 @@ class Links:
     """Returns the numeric address of this end."""
     return addresses.local_host(self._links[link].connection)
 
+  def peer_host(self, link: int) -> str:
+    """Returns the numeric address of the other end."""
+    return addresses.peer_host(self._links[link].connection)
+
   def send(self, link: int, message: str) -> None:
     """Sends a message, which is JSON; nothing if the link is closed."""
     if link in self._links:

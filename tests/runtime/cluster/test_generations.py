@@ -391,6 +391,52 @@ def test_the_run_continues_without_a_host_that_is_lost_for_longer(lost):
   assert made.whole().cause == f'host {lost} (gpu-{lost}) was lost after step 7'
 
 
+def test_a_leader_that_was_frozen_does_not_take_the_others_for_lost():
+  made = network(4, host_counts=ANY)
+  frozen = made.agents.pop(0)
+  links = [link for link, ends in made.links.items() if 0 in ends]
+  made.silence(links)
+  made.settle(3)
+  made.agents[0] = frozen  # it continues, and finds that its links are closed
+  for link in links:
+    made._later(0, lambda agent, link=link: agent.link_closed(link, made.time(agent)))
+  made.settle(2 * g.PROBE_SECONDS)
+  assert made.hosts() == [0, 1, 2, 3]
+  assert made.whole().cause == 'host 0 (gpu-0) was lost before the first step'
+  assert [each.host for each in made.whole().blamed] == ['gpu-0']
+
+
+def test_hosts_that_missed_a_start_are_not_lost():
+  made = network(4, host_counts=ANY)
+  made.end(3, KILLED)
+  while sum(each.number == 2 for each in made.running.values()) < 2:
+    if not made.run_some(1):
+      made.tick()
+  assert {made.running[i].number if i in made.running else 0 for i in range(4)} == {0, 2}
+  links = made.vanish(0)  # before its last messages have left
+  for key in [key for key in made.messages if key[0] in links]:
+    del made.messages[key]
+  made.silence(links)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [1, 2, 3]
+  assert 'host 0 (gpu-0) was lost' in made.whole().cause
+  assert [each.host for each in made.whole().blamed] == ['gpu-3', 'gpu-0']
+
+
+@pytest.mark.parametrize('silent', [0, 2])
+def test_a_host_that_beats_but_does_not_answer_a_proposal_is_left_out(silent):
+  made = network(host_counts=ANY)
+  made.agents[silent].offered = lambda *_: []
+  made.end(1, KILLED)
+  made.settle(g.OFFER_SECONDS - 5)
+  assert made.hosts() == []
+  made.settle(10)
+  assert made.hosts() == sorted({0, 1, 2} - {silent})
+  assert made.exits[silent].code == 1
+  assert 'has not looked at its GPUs within 60 s' in made.exits[silent].problem.what
+  assert any('leaves the run: it has not looked' in line for line in made.log)
+
+
 @pytest.mark.parametrize('lost', [0, 2])
 def test_a_host_has_its_grace_from_its_last_sign_of_life(lost):
   made = network(host_counts=ANY)

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import select
 import socket
 import time
 
@@ -45,6 +46,7 @@ def test_an_agent_that_comes_while_too_many_files_are_open_is_taken_in_later():
   with socket.create_server(('127.0.0.1', 0)) as listening:
     server.listen([listening])
     client.connect(0, [f'127.0.0.1:{listening.getsockname()[1]}'])
+    assert select.select([listening], [], [], DEADLINE_SECONDS)[0]  # its own socket is open
     os.close(unused := os.dup(0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
     try:
