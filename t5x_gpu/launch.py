@@ -1027,7 +1027,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
       signal.signal(number, _leave_early)
   machine.allow_open_files()  # a connection to each host, and a pipe for each process
-  streams.outlive()  # each process decides for itself how to handle lost output
+  # Each process decides for itself how to handle lost output. An agent that waits does not beat.
+  streams.outlive(stall_seconds=streams.STALL_SECONDS if info is None else links.BEAT_SECONDS)
   if info is None:
     launchers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   use_gpus = not flags.no_gpu and os.environ.get('JAX_PLATFORMS') != 'cpu'

@@ -68,7 +68,7 @@ class Stream(io.FileIO):
     super().__init__(descriptor, 'wb', closefd=False)
     self.outlives = False
     self.failure: Optional[OSError] = None
-    self._stall_seconds = stall_seconds
+    self.stall_seconds = stall_seconds
 
   def write(self, data: Any) -> int:
     # A pipe that is ready accepts PIPE_BUF bytes without blocking, but possibly no further bytes.
@@ -94,7 +94,7 @@ class Stream(io.FileIO):
     # A signal handler or another thread may write concurrently, and a poll object refuses that.
     poll = select.poll()
     poll.register(self.fileno(), select.POLLOUT)
-    stall_seconds = self._stall_seconds if self.outlives else math.inf
+    stall_seconds = self.stall_seconds if self.outlives else math.inf
     end = time.monotonic() + (0 if self.failure else stall_seconds)
     # A handler whose signal comes just before a poll runs after it, so no poll takes long.
     while not poll.poll(1000 * max(0, min(1, end - time.monotonic()))):
@@ -140,11 +140,17 @@ def install() -> None:
     _streams[2].outlives = True
 
 
-def outlive() -> None:
-  """Makes this command continue if standard output fails; its text is then kept or dropped."""
+def outlive(*, stall_seconds: float = STALL_SECONDS) -> None:
+  """Makes this command continue if standard output fails; its text is then kept or dropped.
+
+  Args:
+    stall_seconds: how long a write may wait for a reader that stalls.
+  """
   # As Python does at its start. With the system's default, which modules for `| head` restore, a
   # write without a reader ends the process.
   signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+  for stream in _streams.values():
+    stream.stall_seconds = stall_seconds
   if 1 in _streams:
     _streams[1].outlives = True
 

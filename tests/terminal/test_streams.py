@@ -94,8 +94,10 @@ def test_a_reader_that_stalls_loses_text_and_gets_what_follows_once_it_reads_aga
   reading, writing = os.pipe()
   try:
     monkeypatch.setitem(streams._NAMES, writing, 'The pipe')
-    stream = streams.Stream(writing, stall_seconds=0.01)
-    stream.outlives = True
+    stream = streams.Stream(writing)
+    monkeypatch.setattr(streams, '_streams', {1: stream})
+    monkeypatch.setattr(streams.signal, 'signal', lambda *_: None)
+    streams.outlive(stall_seconds=0.01)
     while not stream.failure:
       stream.write(b'x' * 4096)
     kept = tmp_path / streams.TERMINAL_LOG
