@@ -43,6 +43,10 @@ LIMIT, LIMIT_OF_OTHERS = 6, 3
 _ROUND = 3
 
 
+# In the families of variants with overlap_layers.
+_OVERLAPS = 'overlap_layers'
+
+
 @dataclasses.dataclass
 class SearchState:
   """The variants of a run, and their results so far.
@@ -121,12 +125,15 @@ class SearchState:
     """Returns variants that may be faster than the best, at most `number`, fastest first.
 
     From a family with compiled variants: all whose estimate is faster. From any other family: one,
-    if it would be faster with every collective hidden.
+    if it would be faster with every collective hidden; of families that differ only in
+    overlap_layers one at a time, with it first, because it hides more of the same bytes.
     """
     best = self.best(dtype)
     limit = self.estimate(best) if best and best.variant in self.compiled else math.inf
     chosen: list[Score] = []
-    for score in sorted(self.scores, key=lambda s: (self.estimate(s), s.needed_bytes)):
+    for score in sorted(
+      self.scores, key=lambda s: (self.estimate(s), _OVERLAPS not in s.family, s.needed_bytes)
+    ):
       if len(chosen) == number:
         break
       tried = score.variant in self.compiled or score.variant in self.refused
@@ -137,9 +144,15 @@ class SearchState:
       is_known = score.family in self._ratios
       if (self.estimate(score) if is_known else score.least_seconds) >= limit:
         continue
-      if is_known or score.family not in {c.family for c in chosen}:
+      if is_known or _without_overlap(score.family) not in {
+        _without_overlap(c.family) for c in chosen
+      }:
         chosen.append(score)
     return chosen
+
+
+def _without_overlap(family: tuple[object, ...]) -> tuple[object, ...]:
+  return tuple(property for property in family if property != _OVERLAPS)
 
 
 def search(
@@ -201,7 +214,7 @@ def _score_all(
     for score in scores:
       found.scores.append(score)
       if (other := with_overlap(score.variant)) is not None:
-        family = (*score.family, 'overlap_layers')
+        family = (*score.family, _OVERLAPS)
         found.scores.append(dataclasses.replace(score, variant=other, family=family))
     bar.advance(line)
   bar.remove_task(line)

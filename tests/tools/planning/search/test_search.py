@@ -156,6 +156,16 @@ def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
   assert untried in found.next('bfloat16', 4)
 
 
+def test_overlap_layers_is_compiled_first_and_its_twin_later():
+  plain, other = score(1.0, least=0.5), score(1.1, least=0.5, family='bb')
+  ahead = dataclasses.replace(plain, variant=score(1.0, num_microbatches=9).variant)
+  ahead = dataclasses.replace(ahead, family=('a', 'overlap_layers'))
+  found = SearchState(scores=[plain, ahead, other])
+  assert found.next('bfloat16', 3) == [ahead, other]
+  found.add(ahead, CompiledAs(0.9))
+  assert found.next('bfloat16', 3) == [plain, other]
+
+
 def test_the_run_as_it_is_is_found_whatever_its_settings_without_effect():
   case = Case(
     model='llama3_2_1b',
