@@ -21,6 +21,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.storage.files import write_atomically
+from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_float
 from t5x_gpu.tools.planning import faults, remedies, screen, sharding
@@ -40,7 +41,7 @@ PREDICTION, SHARDING, REMAT, FAULTS = 'prediction', 'sharding', 'remat', 'faults
 SHOWN = (PREDICTION, SHARDING, REMAT, FAULTS)
 # Flags that change or extend a prediction, and have no effect on the output of --show.
 _OF_PREDICTIONS = ('calibrate', 'html')
-FAULT_FLAGS = ('faults_per_gpu_day', 'start_seconds', 'repair_hours')
+FAULT_FLAGS = ('faults_per_gpu_day', 'start_seconds', 'measured_run', 'repair_hours')
 _LOOP = 'Plan once per value, in a loop of the shell: '
 # Flags that are gone -> their replacement.
 _REMOVED = {
@@ -82,6 +83,12 @@ def _check_show(extra: argparse.Namespace, dry_run: bool) -> None:
 
 
 def _check_faults(extra: argparse.Namespace) -> None:
+  if extra.start_seconds is not None and extra.measured_run is not None:
+    raise ConfigError(
+      '--start_seconds and --measured_run both say how long a start takes.',
+      fix='Give one of them.',
+      docs='plan.md#faults',
+    )
   others = [f'--{name}' for name in FAULT_FLAGS if getattr(extra, name) is not None]
   if others and extra.show != FAULTS:
     raise ConfigError(
@@ -177,7 +184,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     type=positive_float,
     metavar='S',
     help='with --show=faults: from the start of processes to the first step (default: '
-    f'{faults.START_SECONDS:g}); the report of a run measures yours',
+    f'{faults.START_SECONDS:g})',
+  )
+  group.add_argument(
+    '--measured_run',
+    metavar='MODEL_DIR',
+    help='with --show=faults, instead of --start_seconds: the time that further starts of this run '
+    'took',
   )
   group.add_argument(
     '--repair_hours',
@@ -274,6 +287,8 @@ def _show_faults(config: PlanConfig, program: Program, planner: Planner, args: c
   predicted = planner.by_formula if args.dry_run else planner.exactly
   prediction = predicted(config, program.layout.topology)
   given = {name: v for name in FAULT_FLAGS if (v := getattr(args.extra, name)) is not None}
+  if model_dir := given.pop('measured_run', None):
+    given['start_seconds'], given['start_source'] = faults.measured_start(as_path(model_dir))
   costs = faults.costs_of_faults(prediction, host_counts(program), **given)
   print(faults.text(costs), flush=True)
   _write(args.extra.json, faults.as_json(costs))

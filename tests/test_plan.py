@@ -14,12 +14,14 @@ import pytest
 
 from t5x_gpu import plan
 from t5x_gpu.errors import ConfigError, MeshError, ModelError
+from t5x_gpu.reporting.run_record import read_run
 from t5x_gpu.runtime.main_log import log_once
 from t5x_gpu.runtime.xla import probe
 from t5x_gpu.tools.planning.devices import topology_of
 from t5x_gpu.tools.planning.remedies import EQUAL
 from tests.helpers_train import TINY_GIN, run_here
 from tests.messages import raises
+from tests.reporting.runs import write_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -142,6 +144,19 @@ def test_the_costs_of_faults_are_shown_with_a_setting_for_each_kind_of_checkpoin
   assert 0 < in_model_dir['best']['goodput'] <= local['best']['goodput'] < 1
   with raises(ConfigError):
     plan.main(flags(gin_file, '--dry_run', *rates))
+
+
+def test_a_start_takes_as_long_as_in_a_measured_run(gin_file, tmp_path, capsys):
+  run = write_run(tmp_path / 'run')
+  shown = ['--show=faults', '--dry_run', f'--measured_run={run}']
+  got = planned(gin_file, tmp_path, *shown, model=1, **{'Partitioner.fsdp': 1})
+  (again,) = [each.seconds for each in read_run(run).accounts.processes[1:]]
+  assert got['machines']['start_seconds'] == again['init'] + again['compile'] + again['restore'] > 0
+  assert f's, the median of a further start in {run}. The mesh' in capsys.readouterr().out
+  once = write_run(tmp_path / 'once', starts=((0, 40),))
+  for wrong in (f'--measured_run={tmp_path}', f'--measured_run={once}', '--start_seconds=5'):
+    with raises(ConfigError):
+      plan.main(flags(gin_file, *shown, wrong))
 
 
 def test_a_dry_run_compiles_nothing(gin_file, capsys):

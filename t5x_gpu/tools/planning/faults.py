@@ -10,14 +10,17 @@ import dataclasses
 import heapq
 import math
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.errors import number_ranges
+from t5x_gpu.errors import ConfigError, number_ranges
+from t5x_gpu.metrics import goodput as goodput_of_runs
 from t5x_gpu.runtime.cluster import generations, links
 from t5x_gpu.runtime.cluster.generations import Generation, Host, HostReport, Member
 from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
 from t5x_gpu.storage.json_schema import JsonObject
+from t5x_gpu.storage.paths import AnyPath
 from t5x_gpu.terminal.console import seconds, table
 from t5x_gpu.tools.planning.prediction import Prediction
 
@@ -153,6 +156,7 @@ class CostsOfFaults:
     savings: tiers of checkpoints: MODEL_DIR, then local.
     replays: spare hosts -> stretches and seconds of a replay.
     num_faults: faults of each replay.
+    start_source: where the seconds of a start were measured; '' for a given or assumed value.
   """
 
   machines: Machines
@@ -160,6 +164,7 @@ class CostsOfFaults:
   savings: tuple[Saving, ...]
   replays: Mapping[int, tuple[Sequence[Stretch], float]]
   num_faults: int
+  start_source: str = ''
 
   def goodput(self, saving: Saving, spares: int, interval: float) -> float:
     """Returns the share of all GPU time, of spares too."""
@@ -184,6 +189,7 @@ def costs_of_faults(
   *,
   faults_per_gpu_day: float = FAULTS_PER_GPU_DAY,
   start_seconds: float = START_SECONDS,
+  start_source: str = '',
   repair_hours: float = REPAIR_HOURS,
 ) -> CostsOfFaults:
   """Returns what faults cost the run of `prediction`, whose mesh fits `host_counts`."""
@@ -215,7 +221,33 @@ def costs_of_faults(
     ),
     replays={spares: replay(machines, spares=spares, num_faults=num_faults) for spares in _SPARES},
     num_faults=num_faults,
+    start_source=start_source,
   )
+
+
+def measured_start(model_dir: AnyPath) -> tuple[float, str]:
+  """Returns the seconds that further starts of a run took until their first step, and a source.
+
+  Raises:
+    ConfigError: the run has no ledger, or has started only once.
+  """
+  ledger = model_dir / goodput_of_runs.GOODPUT
+  if not ledger.exists():
+    raise ConfigError(
+      f'{model_dir} has no {ledger.name}, from which --measured_run takes the seconds of a start.',
+      fix='Name the MODEL_DIR of a run.',
+      docs='plan.md#faults',
+    )
+  _, *later = goodput_of_runs.accounts_of(goodput_of_runs.read_ledger(ledger)).processes
+  if not later:
+    raise ConfigError(
+      f'The run in {model_dir} has started only once: it has not measured a further start.',
+      fix='Leave --measured_run out, or name a run that was started again.',
+      docs='plan.md#faults',
+    )
+  found = [sum(each.seconds[name] for name in ('init', 'compile', 'restore')) for each in later]
+  starts = 'a further start' if len(found) == 1 else f'{len(found)} further starts'
+  return statistics.median(found), f'the median of {starts} in {model_dir}'
 
 
 def _gin_line(costs: CostsOfFaults, saving: Saving, interval: float) -> str:
@@ -229,11 +261,12 @@ def text(costs: CostsOfFaults) -> str:
   """Returns the table and the recommended setting."""
   machines = costs.machines
   gpus = machines.num_hosts * machines.gpus_per_host
+  source = f', {costs.start_source}' if costs.start_source else ''
   lines = [
     f'Faults: {machines.faults_per_day:.2g} a day on {gpus} GPUs '
     f'({machines.faults_per_gpu_day:g} per GPU and day). {machines.lost_host_share:.0%} of them '
     f'take a host away for {machines.repair_seconds / 3600:g} hours.',
-    f'A start takes {machines.start_seconds:g} s. The mesh fits '
+    f'A start takes {machines.start_seconds:.3g} s{source}. The mesh fits '
     f'{number_ranges(machines.host_counts, separator=", ")} hosts.',
     '',
     'Share of the GPU time, of spare hosts too, in steps that are not repeated:',
@@ -278,6 +311,7 @@ def as_json(costs: CostsOfFaults) -> JsonObject:
   """Returns the same figures for --json."""
   return {
     'machines': dataclasses.asdict(costs.machines),
+    'start_source': costs.start_source,
     'step_seconds': costs.step_seconds,
     'tiers': [
       {
