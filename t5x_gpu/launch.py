@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn, Optional, Union
@@ -992,6 +993,30 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
   return info
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def not_as_process_1() -> None:
+  """Continues in a child if this is process 1 of a container.
+
+  Process 1 itself passes signals on to the child and ends as it does. It takes the exit codes of
+  processes whose parents have ended, which would stay in the table of processes otherwise: each
+  restart kills the children of the processes that train.
+  """
+  if os.getpid() != 1:
+    return
+  with warnings.catch_warnings(action='ignore'):  # JAX has no threads before its backend
+    child = os.fork()
+  if child == 0:
+    return
+  for number in _SIGNALS:
+    signal.signal(number, lambda number, frame: os.kill(child, number))
+  while True:
+    ended, status = os.wait()
+    if ended == child:
+      os._exit(shell_code(os.waitstatus_to_exitcode(status)))
+
+
 def _leave_early(number: int, frame: Optional[FrameType]) -> NoReturn:
   """Ends this agent at a signal that comes before there is a run to stop."""
   del number, frame
@@ -1023,6 +1048,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       docs='never_down.md',
     )
   info = _agents(flags)
+  not_as_process_1()
   if flags.restarts:
     for number in (signal.SIGTERM, signal.SIGUSR1):
       signal.signal(number, _leave_early)
@@ -1132,7 +1158,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     runner = Agent(start, num_processes=nproc, restarts=flags.restarts, find_problem=find_problem)
   else:
     runner = Group(command, first, end_together=flags.module != DOCTOR)
-  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+  for number in _SIGNALS:
     if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
       signal.signal(number, runner.forward)
   code = runner.wait()

@@ -25,7 +25,6 @@ FOREIGN_FLAGS = {
   '--data_dir',
   '--ipc',
   '--shm-size',
-  '--init',
   '--nodes',
   '--partition',
   '--account',

@@ -542,6 +542,36 @@ def test_a_signal_while_launch_imports_the_modules_of_the_run_ends_it_with_85(nu
     assert run.wait(DEADLINE_SECONDS) == 85
 
 
+# A launch whose child has left a child behind.
+ORPHAN = """
+import os, pathlib, signal, subprocess, time
+from t5x_gpu import launch
+launch.not_as_process_1()
+signal.signal(signal.SIGTERM, lambda *_: os._exit(85))
+subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 &'])
+while (left := [p for p in pathlib.Path('/proc').glob('[0-9]*') if int(p.name) > os.getpid()]):
+  time.sleep(0.01)
+print('none left', os.getpid(), os.getppid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which('unshare'), reason='needs root, unshare')
+def test_process_1_of_a_container_leaves_no_zombies_and_passes_signals_on(tmp_path):
+  isolated = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
+  with subprocess.Popen(
+    [*isolated, sys.executable, '-c', ORPHAN],
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(REPOSITORY)},
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as container:
+    assert re.search(r'none left \d+ 1$', read_until(container, 'none left'))
+    process_1 = subprocess.check_output(['pgrep', '-P', str(container.pid)], text=True)
+    os.kill(int(process_1), signal.SIGTERM)
+    assert container.wait(DEADLINE_SECONDS) == 85
+
+
 def test_restarts_are_for_training_alone():
   with raises(ConfigError):
     launch.main(['--restarts=3', '--module=t5x_gpu.bench', '--', '--gin_file=x.gin'])
