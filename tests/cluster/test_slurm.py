@@ -99,7 +99,7 @@ def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_
   assert 'mesh: 2 hosts x 2 CPU devices' in first
   assert 'Stopped by SIGUSR1 at step' in first and 'Exited with exit code 85' in first
   assert 'restart 1' in second and 'Continuing from' in second
-  assert 'Traceback' not in text
+  assert 'Traceback' not in text and 'TaskEpilog' not in text
   losses = project.metrics()
   assert list(losses) == list(range(1, 21))
   assert losses == pytest.approx(alone, rel=1e-5)
