@@ -12,6 +12,7 @@ The hosts are network namespaces on one switch (root and iproute2 are needed), e
     host     kill -9 of everything on a host, whose local checkpoints are lost as well
     power    the same, and no connection is closed: the host is silent
     stop     SIGSTOP of everything on a host, later SIGCONT
+    hang     SIGSTOP of a host's launch alone, later SIGCONT
     cut      the network of a host is cut, and later works again
 
 A pair is two of these at the same time, on two hosts. Measured are the seconds until an agent
@@ -46,8 +47,8 @@ from tests.helpers_train import REPOSITORY, WATCHED_BATCHES, Project
 from tests.helpers_xla import set_default_flags, xla_flags
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'faults.json'
-KINDS = ('worker', 'agent', 'host', 'power', 'stop', 'cut')
-SILENT = ('stop', 'cut')
+KINDS = ('worker', 'agent', 'host', 'power', 'stop', 'hang', 'cut')
+SILENT = ('stop', 'hang', 'cut')
 SECONDS_OF_FAULT = (2, 30)
 SECONDS_OF_SILENCE = (5, 30)  # a shorter one costs nothing
 PORT = 62000
@@ -252,8 +253,8 @@ class Loop:
           self._kill(host, pids)
         shutil.rmtree(self.local(host), ignore_errors=True)
         self._later(fault.seconds, lambda: self._boot(host))
-      case 'stop':
-        stopped = self._processes(host)
+      case 'stop' | 'hang':
+        stopped = self._processes(host) if fault.kind == 'stop' else [self._agents[host].pid]
         _send(stopped, signal.SIGSTOP)
         self._later(fault.seconds, lambda: _send(stopped, signal.SIGCONT))
       case 'cut':
