@@ -1,6 +1,6 @@
 """A run on several hosts that random faults hit again and again: `python -m benchmarks.faults`.
 
-    python -m benchmarks.faults                                  # 100 faults and 20 pairs: 3 hours
+    python -m benchmarks.faults                                  # 100 faults, 20 pairs: 1.5 hours
     python -m benchmarks.faults --faults 5 --pairs 1             # each fault once, and two at once
 
 The hosts are network namespaces on one switch (root and iproute2 are needed), each with one
