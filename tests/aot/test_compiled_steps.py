@@ -5,6 +5,7 @@ cases on the oldest, ON_EACH_VERSION on others. After a change that moves them o
 test-aot ARGS=--update_golden`, then read git diff.
 """
 
+import copy
 import fcntl
 import json
 import pathlib
@@ -24,6 +25,7 @@ pytestmark = MARKS
 
 RECORDED = pathlib.Path(__file__).parent / 'recorded.json'
 BYTES = 0.02  # relative
+KERNELS = 0.005  # relative, of all kernels: less than one per layer
 SHARE = 0.01  # of the bytes of a kind; XLA's scheduler breaks ties by addresses
 # Whose scheduled program is compared with what the partitioner asked for.
 SENDS_AS_ASKED = ('decoder_base zero1 h100 1x8', 'decoder_base fsdp h100 1x8')
@@ -55,7 +57,10 @@ def record(name: str, figures: dict) -> None:
 
 
 def problems(now: dict, before: dict) -> list[str]:
-  """Returns what differs by more than it may: counts exactly, bytes by 2%, overlap downwards."""
+  """Returns what differs by more than it may.
+
+  Matrix kernels exactly, all kernels by half a percent, bytes by 2%, overlap downwards.
+  """
   found = []
 
   def compare_bytes(what: str, new: int, old: int) -> None:
@@ -69,6 +74,9 @@ def problems(now: dict, before: dict) -> list[str]:
       found.append(f'{kind} kernels: {now["kernels"].get(kind)}, recorded {number}')
   for part in ('matmul_bytes', 'other_bytes', 'copied_bytes'):
     compare_bytes(part, now['traffic'][part], before['traffic'][part])
+  new, old = (figures['traffic']['kernels'] for figures in (now, before))
+  if abs(new - old) > KERNELS * old:
+    found.append(f'all kernels: {new}, recorded {old}')
   nothing = {'bytes': 0, 'hidden_bytes': 0}
   for row in {**before['sent'], **now['sent']}:
     new, old = now['sent'].get(row, nothing), before['sent'].get(row, nothing)
@@ -78,6 +86,13 @@ def problems(now: dict, before: dict) -> list[str]:
       if shares[0] < shares[1] - SHARE:
         found.append(f'overlap of {row}: {shares[0]:.0%}, recorded {shares[1]:.0%}')
   return found
+
+
+def test_one_more_kernel_per_layer_is_a_difference():
+  before = recorded()[OLDEST]['llama3_8b fsdp h100 1x8']
+  now = copy.deepcopy(before)
+  now['traffic']['kernels'] += 32
+  assert problems(now, before) == ['all kernels: 2819, recorded 2787']
 
 
 def check_sends_what_the_partitioner_asked_for(step: CompiledStep) -> None:
