@@ -530,6 +530,7 @@ class Checkpointer(BaseCheckpointer):
 
       async def finalize(self) -> None:
         check_written(pathlib.Path(self.get()) / 'state')
+        checkpointer._dir.check_owner()  # no other run has taken over meanwhile
         await super().finalize()  # the commit: renames the folder to checkpoint_<step>
         checkpointer._remove_old()
 
@@ -593,11 +594,13 @@ class Checkpointer(BaseCheckpointer):
     try:
       yield
     except Exception as e:
+      # After a failure, Orbax's threads wait for each other for ten minutes.
+      process_exit.abandon_threads()
+      if isinstance(e, CheckpointError):  # another run has taken over
+        raise
       raise self._save_error(step, e) from e
 
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
-    # After a failure, Orbax's threads wait for each other for ten minutes.
-    process_exit.abandon_threads()
     folder = self._dir.path
     try:
       check_exists(folder)

@@ -3,9 +3,10 @@
 Process 0 writes its identity and touches the file every ten seconds. A lock is stale, and is taken
 over, if its process has ended, if it belongs to an earlier attempt of the same Slurm job or to an
 earlier start by the same `launch`, or if it has not been touched for two minutes. A suspended run
-may lose its lock this way. So a run checks the owner before it restores, before its first step and
-before each save, and exits if the owner has changed. Objects in storage cannot be touched: the
-owner writes the time into the object, so the clocks of hosts must agree to a minute.
+may lose its lock this way. So a run checks the owner before it restores, before its first step,
+before each save and just before each commit, and exits if the owner has changed. Objects in storage
+cannot be touched: the owner writes the time into the object, so the clocks of hosts must agree to a
+minute.
 """
 
 import contextlib

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
+from t5x_gpu.checkpoint import checkpointer as checkpointer_lib
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import check_array_files, newest_complete
@@ -448,6 +449,21 @@ def test_a_model_dir_that_is_deleted_while_a_save_writes_is_named(tmp_path, monk
     with opened(folder) as checkpointer:
       monkeypatch.setattr(checkpointer._orbax, 'save', write)
       save(checkpointer, 10, new_state(10))
+
+
+def test_a_save_that_another_run_has_overtaken_commits_nothing(tmp_path, monkeypatch):
+  folder = folder_with(tmp_path, 1)
+  check_written = checkpointer_lib.check_written
+
+  def take_over(state) -> None:  # while this run is suspended, after its last write
+    check_written(state)
+    lock_of(folder, host='gpu-08', kernel='another')
+
+  monkeypatch.setattr(checkpointer_lib, 'check_written', take_over)
+  with raises(CheckpointError), opened(folder, keep=Keep(last=1)) as checkpointer:
+    save(checkpointer, 2, new_state(2))
+    checkpointer.wait()
+  assert (folder / 'checkpoint_1').is_dir() and not (folder / 'checkpoint_2').exists()
 
 
 # Writes that Orbax does not wait for after a write has failed; see `logging_setup`.

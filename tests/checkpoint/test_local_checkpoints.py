@@ -21,6 +21,7 @@ import optax
 import pytest
 
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from t5x_gpu.checkpoint.local import promotion
 from t5x_gpu.checkpoint.local.file_format import open_local_file
 from t5x_gpu.checkpoint.local.promotion import promote_local
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
@@ -33,6 +34,7 @@ from t5x_gpu.tools.checkpoints import verify
 from t5x_gpu.training.adafactor import FactoredMoment
 from t5x_gpu.training.state import TrainState
 from tests.checkpoint.test_checksums import flip_a_bit
+from tests.checkpoint.test_run_lock import lock_of
 from tests.helpers_disk import refused_to_python
 from tests.helpers_layouts import Case, build, program
 from tests.helpers_train import listing
@@ -313,28 +315,71 @@ def test_a_dry_run_lists_the_steps_it_would_promote_and_writes_nothing(tmp_path,
   assert {k: v for k, v in after.items() if not k.startswith('seen')} == before
 
 
-def test_a_promotion_that_was_killed_leaves_nothing_behind_the_next_start(tmp_path):
+@pytest.mark.parametrize('name', ['.promoting', '.promoting_0a1b2c3d'])
+def test_a_promotion_that_was_killed_leaves_nothing_behind_the_next_start(tmp_path, name):
   save_all(tmp_path, 'dp', TOGETHER, 6)
-  staging = tmp_path / 'model' / '.promoting'
+  staging = tmp_path / 'model' / name
   (staging / 'checkpoint_6' / 'state').mkdir(parents=True)
   assert restart(tmp_path, 'dp', lost=NAMES) is None
   assert not staging.exists()
 
 
-@pytest.mark.parametrize('kind', ['file', 'link'])
-def test_what_somebody_put_in_the_way_of_a_promotion_moves_only_for_one(tmp_path, kind):
+@pytest.mark.parametrize('kind', ['file', 'link', 'folder of another name'])
+def test_what_somebody_else_has_put_into_model_dir_stays(tmp_path, kind):
   save_all(tmp_path, 'dp', TOGETHER, 6)
-  staging = tmp_path / 'model' / '.promoting'
+  theirs = tmp_path / 'model' / '.promoting'
   if kind == 'file':
-    staging.write_text('mine')
+    theirs.write_text('mine')
+  elif kind == 'link':
+    theirs.symlink_to(tmp_path)
   else:
-    staging.symlink_to(tmp_path)
-  assert restart(tmp_path, 'dp', lost=NAMES) is None
-  assert os.path.lexists(staging)
-  shutil.rmtree(tmp_path / 'seen')
+    theirs = tmp_path / 'model' / '.promoting_mine'
+    theirs.mkdir()
   assert restart(tmp_path, 'dp').step == 6
-  assert not os.path.lexists(staging)
-  assert os.path.lexists(tmp_path / 'model' / 'corrupt_.promoting')
+  assert os.path.lexists(theirs)
+
+
+@pytest.mark.parametrize('at', ['copied', 'complete'])
+def test_a_promotion_that_another_run_has_overtaken_commits_nothing(tmp_path, monkeypatch, at):
+  save_all(tmp_path, 'dp', TOGETHER, 6)
+  model_dir = tmp_path / 'model'
+  theirs = model_dir / '.promoting_0a1b2c3d'
+
+  class Suspended(promotion.StateWriter):
+    """A process that is suspended for long, meanwhile another one takes over and promotes."""
+
+    def _sleep(self) -> None:
+      lock_of(model_dir, host='gpu-08', kernel='another')
+      theirs.mkdir()
+
+    def flush(self) -> None:
+      super().flush()
+      if at == 'copied' and not theirs.exists():
+        self._sleep()
+
+    def close(self, **about) -> None:
+      super().close(**about)
+      if at == 'complete':
+        self._sleep()
+
+  monkeypatch.setattr(promotion, 'StateWriter', Suspended)
+  with raises(CheckpointError) as e:
+    restart(tmp_path, 'dp')
+  assert 'now belongs to process' in e.value.what and 'gpu-08' in e.value.what
+  assert sorted(path.name for path in model_dir.iterdir()) == [theirs.name, 'run.id', 'run.lock']
+
+
+def test_a_start_that_has_lost_model_dir_does_not_remove_the_other_runs_promotion(tmp_path):
+  save_all(tmp_path, 'dp', TOGETHER, 6)
+  theirs = tmp_path / 'model' / '.promoting_0a1b2c3d'
+  tier = tier_that_sees(tmp_path, 'dp')
+  with ModelDir(tmp_path / 'model') as model_dir:
+    model_dir.lock()
+    lock_of(tmp_path / 'model', host='gpu-08', kernel='another')
+    theirs.mkdir()
+    with raises(CheckpointError):
+      promote_local(model_dir, tier, target=program('dp').abstract_state, dry_run=False)
+  assert theirs.is_dir()
 
 
 def test_another_model_is_not_promoted(tmp_path, caplog):

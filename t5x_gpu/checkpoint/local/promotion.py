@@ -14,8 +14,10 @@ import logging
 import math
 import os
 import pathlib
+import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
@@ -40,7 +42,6 @@ from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.partitioning.trees import Shape, Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.machine import boot_id
-from t5x_gpu.storage.files import set_aside
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import access_errors, system_error
 
@@ -194,7 +195,10 @@ def missing_words(candidate: Candidate, hosts: Sequence[str]) -> str:
 
 
 PROMOTED_FROM = 'promoted_from'
+# Each promotion has its own staging folder: a process that was suspended and has lost MODEL_DIR
+# writes and removes only its own.
 STAGING = '.promoting'
+_STAGING_NAME = re.compile(rf'{re.escape(STAGING)}(?:_[0-9a-f]{{8}})?')
 VISIBLE_SECONDS = 120  # longer than NFS caches the contents of a folder (60 s)
 
 
@@ -238,7 +242,7 @@ class Assembly:
     self._dir, self._candidate, self._found = model_dir, candidate, found
     self._target, self._dry_run = target, dry_run
     self._folder: pathlib.Path = model_dir.path
-    self._staging = self._folder / STAGING
+    self._staging: Optional[pathlib.Path] = None  # set by `_prepare`, unless `dry_run`
     self._facts: Json = {}
     self._arrays: dict[str, tuple[Shape, np.dtype]] = {}
     self._names: list[str] = []
@@ -284,7 +288,7 @@ class Assembly:
       if not self._dry_run:
         self._commit(manifest)
     finally:
-      if distributed.is_main_process() and not self._dry_run:
+      if distributed.is_main_process() and self._staging is not None:
         shutil.rmtree(self._staging, ignore_errors=True)
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays.values())
     self._log(
@@ -356,17 +360,16 @@ class Assembly:
 
   def _prepare(self) -> None:
     """Creates an empty staging folder."""
-    problem = ''
-    if distributed.is_main_process() and not self._dry_run:
-      try:
-        if os.path.lexists(self._staging):
-          set_aside(self._staging, 'it is not a staging folder')
-        self._staging.mkdir()
-      except OSError as e:
-        problem = e.strerror or str(e)
-    problem = distributed.broadcast_json(problem)
-    if problem:
-      raise self._write_error(problem)
+    if self._dry_run:
+      return
+    name = distributed.broadcast_json(f'{STAGING}_{uuid.uuid4().hex[:8]}')
+    self._staging = self._folder / name
+    with distributed.errors_together():
+      if distributed.is_main_process():
+        try:
+          self._staging.mkdir()
+        except OSError as e:
+          raise self._write_error(e.strerror or str(e)) from e
 
   def _assigned(
     self, todo: set[Box], holders: Mapping[Box, Sequence[tuple[int, int]]]
@@ -429,29 +432,34 @@ class Assembly:
 
   def _commit(self, manifest: Manifest) -> None:
     """Renames the checkpoint into place; returns once every process sees it."""
-    step, problem = self._candidate.step, ''
-    final = self._dir.checkpoint(step)
-    if distributed.is_main_process():
-      try:
-        self._writer.merge(num_processes=distributed.process_count())
-        self._writer.close(
-          manifest=manifest,
-          data={'iterator': self._facts['data_state']},
-          empty=empty_leaves(self._target.saved()),
-        )
-        if final.is_dir():  # an unreadable checkpoint of the same step
-          set_aside_checkpoint(self._folder, step, 'a local checkpoint of this step is complete')
-        os.rename(self._writer.path, final)
-      except (OSError, ValueError) as e:
-        problem = (e.strerror if isinstance(e, OSError) else None) or error_line(e)
-    problem = distributed.broadcast_json(problem)
-    if problem:
-      raise self._write_error(problem)
+    step = self._candidate.step
+    self._dir.lock()  # copying may have taken long
+    with distributed.errors_together():
+      if distributed.is_main_process():
+        try:
+          self._rename_into_place(step, manifest)
+        except (OSError, ValueError) as e:
+          reason = (e.strerror if isinstance(e, OSError) else None) or error_line(e)
+          raise self._write_error(reason) from e
     deadline = time.monotonic() + VISIBLE_SECONDS
     self._dir.refresh()
     while step not in self._dir.steps and time.monotonic() < deadline:
       time.sleep(0.1)
       self._dir.relist()
+
+  def _rename_into_place(self, step: int, manifest: Manifest) -> None:
+    """Completes the files and renames their folder, unless another run has taken over."""
+    final = self._dir.checkpoint(step)
+    self._writer.merge(num_processes=distributed.process_count())
+    self._writer.close(
+      manifest=manifest,
+      data={'iterator': self._facts['data_state']},
+      empty=empty_leaves(self._target.saved()),
+    )
+    self._dir.check_owner()
+    if final.is_dir():  # an unreadable checkpoint of the same step
+      set_aside_checkpoint(self._folder, step, 'a local checkpoint of this step is complete')
+    os.rename(self._writer.path, final)
 
   def _write_error(self, problem: str) -> CheckpointError:
     step = self._candidate.step
@@ -478,7 +486,7 @@ def promote_local(
   """Makes the newest local checkpoint an ordinary one if it is complete and newer than all others.
 
   Args:
-    model_dir: MODEL_DIR of this run, which has locked it; need not exist.
+    model_dir: MODEL_DIR of this run. Unless `dry_run`, this run has locked it.
     local: local checkpoints of this run.
     target: the TrainState (or its shapes) of this run.
     dry_run: only log and return the checkpoint that would be promoted; change nothing.
@@ -487,10 +495,11 @@ def promote_local(
   Raises:
     CheckpointError: a local checkpoint cannot be written to MODEL_DIR.
   """
-  staging = model_dir.path / STAGING
-  if not dry_run and distributed.is_main_process() and isinstance(local, LocalTier):
-    if is_real_folder(staging):  # left by a killed process; anything else stays
-      shutil.rmtree(staging, ignore_errors=True)
+  if not dry_run and isinstance(local, LocalTier):
+    model_dir.lock()  # another run that has taken over may be promoting
+    with distributed.errors_together(), access_errors(model_dir.path):
+      if distributed.is_main_process():
+        _remove_staging(model_dir.path)
   return _promote(model_dir, local, lambda: _newest_readable(model_dir), target, dry_run=dry_run)
 
 
@@ -565,6 +574,13 @@ def _promote(
     check_newer(candidate.step - 1, fallback)
   check_newer(-1, fallback)
   return None
+
+
+def _remove_staging(folder: pathlib.Path) -> None:
+  """Removes the staging folders that killed processes have left; anything else stays."""
+  for path in folder.iterdir():
+    if _STAGING_NAME.fullmatch(path.name) and is_real_folder(path):
+      shutil.rmtree(path, ignore_errors=True)
 
 
 def _newest_readable(model_dir: ModelDir) -> Optional[int]:
