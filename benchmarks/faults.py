@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -521,6 +522,7 @@ def ledger_of(model_dir: pathlib.Path) -> dict[str, Any]:
     'starts_without_a_cause': sum(not start.interruptions for start in later),
     'damaged_lines': len(ledger.damaged),
     'wall_seconds': round(accounts.wall_seconds, 1),
+    'seconds_counted_twice': round(math.fsum(accounts.seconds.values()) - accounts.wall_seconds, 2),
     'seconds': {name: round(value, 1) for name, value in accounts.seconds.items()},
   }
 

@@ -212,11 +212,12 @@ class Accounts:
 def accounts_of(ledger: Ledger) -> Accounts:
   """Returns the time by category; `ledger` has at least one process."""
   processes, between = [], 0.0
-  before_start = _interruptions(ledger.runs)
+  runs = _without_late_lines(ledger.runs)
+  before_start = _interruptions(runs)
   runs = [
     _with_last_step(run, known, until=after.start)
-    for run, known, after in zip(ledger.runs, before_start[1:], ledger.runs[1:])
-  ] + list(ledger.runs[-1:])
+    for run, known, after in zip(runs, before_start[1:], runs[1:])
+  ] + runs[-1:]
   for i, run in enumerate(runs):
     # Steps after the earliest later start were trained again.
     kept = min((r.first_step for r in runs[i + 1 :] if r.first_step is not None), default=None)
@@ -236,6 +237,28 @@ def accounts_of(ledger: Ledger) -> Accounts:
   totals = {name: math.fsum(p.seconds[name] for p in processes) for name in CATEGORIES}
   wall = max(run.last.at for run in runs) - runs[0].start - between
   return Accounts(processes, totals, wall)
+
+
+def _without_late_lines(runs: Sequence[ProcessLines]) -> list[ProcessLines]:
+  """Returns the processes without lines that are later than the next start by the same `launch`.
+
+  If a stopped host continues, its process may write a line before it is ended. Until that line, it
+  counts the time in which it was stopped; the next start counts this time, too.
+
+  Args:
+    runs: processes ordered by start time.
+  """
+  found: list[ProcessLines] = []
+  next_start: dict[str, float] = {}  # identifier of a launch -> start of its next process
+  for run in reversed(runs):
+    lines = run.lines
+    if history := history_of(run.facts):
+      until = next_start.get(history.run, math.inf)
+      next_start[history.run] = run.start
+      lines = [line for line in lines if line.at <= until]
+    if lines:  # otherwise a start that failed before its first line
+      found.append(run if len(lines) == len(run.lines) else _process(lines))
+  return found[::-1]
 
 
 def _interruptions(runs: Sequence[ProcessLines]) -> list[Sequence[Interruption]]:

@@ -25,4 +25,5 @@ def test_every_fault_costs_a_restart_and_nothing_else(tmp_path):
   assert found['losses']['missing'] == []
   assert found['losses']['largest_error'] < faults.TOLERANCE, found['losses']
   assert found['ledger']['damaged_lines'] == 0
+  assert abs(found['ledger']['seconds_counted_twice']) < 0.1, found['ledger']
   assert found['ledger']['starts_without_a_cause'] == 0, found['ledger']

@@ -265,6 +265,64 @@ def test_launch_knows_the_last_steps_of_a_killed_process_and_when_it_noticed(tmp
   assert 'The last interruption (host 2 (gpu-003) was lost) cost 0:00:43' in text
 
 
+def test_a_suspended_process_that_continues_after_the_next_start_changes_no_sum(tmp_path, clock):
+  first = started(clock)
+  trains(first, clock, tmp_path, 14, first_step=0, save_every=5, facts=known())
+  clock.passes(8.0)  # four more steps, without a line
+  stepped_at = clock()  # and its host is stopped
+  clock.passes(5.0)
+  lost = Interruption(1, interruptions.LOST_HOST, 'host 0 was lost', 18, clock(), stepped_at)
+  clock.passes(11.0)
+  with started(clock) as second:
+    clock.passes(2.0)
+    first.write()  # it continues, until its agent ends it
+    trains(second, clock, tmp_path, 5, first_step=10, facts=known(lost))
+    first.ends('TrainingError')
+  killed(first)
+  found = accounts(tmp_path)
+  (cost,) = costs_of(found)
+  assert cost.repeated_steps == found.lost_steps == 8
+  assert cost.repeated == pytest.approx(4 * 1.5 + 8)
+  assert (cost.noticing, cost.restarting) == (pytest.approx(5), pytest.approx(11 + 2 + 13))
+  total = pytest.approx(clock() - 1_000_000)
+  assert math.fsum(found.seconds.values()) == found.wall_seconds == total
+
+
+def test_a_process_that_writes_only_after_the_next_start_counts_as_a_start_that_failed(
+  tmp_path, clock
+):
+  first = started(clock)
+  trains(first, clock, tmp_path, 4, first_step=0, facts=known())
+  killed(first)
+  failures = [Interruption(1, 'process killed', 'process 1 failed', 4, clock(), clock())]
+  late = started(clock)
+  clock.passes(5.0)  # its host is stopped before its first line
+  failures.append(Interruption(2, interruptions.LOST_HOST, 'host 0 was lost', None, clock()))
+  clock.passes(6.0)
+  with started(clock) as third:
+    trains(late, clock, tmp_path, 0, first_step=4, facts=known(failures[0]))
+    trains(third, clock, tmp_path, 4, first_step=4, facts=known(*failures))
+  killed(late)
+  found = accounts(tmp_path)
+  assert len(found.processes) == 2
+  assert [cost.cause for cost in costs_of(found)] == ['process 1 failed', 'host 0 was lost']
+  total = pytest.approx(clock() - 1_000_000)
+  assert math.fsum(found.seconds.values()) == found.wall_seconds == total
+
+
+def test_a_start_that_waits_for_another_launch_hides_no_line_of_it(tmp_path, clock):
+  first, second = started(clock), started(clock)
+  trains(first, clock, tmp_path, 4, first_step=0, facts=known())
+  first.ends('SIGTERM')
+  killed(first)
+  other = interruptions.facts(interruptions.variables('run2', ()))
+  with second:
+    trains(second, clock, tmp_path, 4, first_step=4, facts=other)
+  found = accounts(tmp_path)
+  assert found.processes[0].process.end == 'SIGTERM'
+  assert found.seconds['productive'] == pytest.approx(8 * 1.5)
+
+
 def test_starts_that_failed_before_their_first_line_have_their_own_costs(tmp_path, clock):
   first = started(clock)
   trains(first, clock, tmp_path, 4, first_step=0)
