@@ -308,6 +308,7 @@ def _start_process(
   command: Sequence[str], plan: ProcessPlan, fork_server: Optional[ForkServer], if_lost: int
 ) -> Union[subprocess.Popen, ForkedProcess]:
   """Returns a process in a new session: the terminal's Ctrl-C reaches only this one."""
+  parent = os.getpid()
   with numa.running_on(plan.binding.cpus):
     if fork_server is not None:
       try:
@@ -321,7 +322,7 @@ def _start_process(
       stderr=subprocess.STDOUT,
       stdin=subprocess.DEVNULL,
       start_new_session=True,
-      preexec_fn=lambda: end_with_parent(if_lost),
+      preexec_fn=lambda: end_with_parent(if_lost, parent=parent),
     )
 
 

@@ -45,14 +45,20 @@ _Handlers = Mapping[int, Any]
 _prctl = getattr(ctypes.CDLL(None), 'prctl', None)
 
 
-def end_with_parent(number: int = signal.SIGTERM) -> None:
+def end_with_parent(number: int = signal.SIGTERM, *, parent: int) -> None:
   """Sends this new process a signal if its parent is killed; Linux only.
 
   Otherwise it would continue to train without a terminal, unnoticed. This may run between fork and
   exec, where a lock that another thread held at the fork stays locked: no import, no print.
+
+  Args:
+    number: the signal.
+    parent: pid of the parent, from before the fork. If it is gone by now, this process ends.
   """
   if _prctl is not None:
     _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+      os._exit(128 + number)
 
 
 def is_supported() -> bool:
@@ -135,6 +141,7 @@ class ForkServer:
     self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     self._ended: dict[int, int] = {}
     self._is_ready = False
+    parent = os.getpid()
     with theirs:
       # Its arguments are the processes' own, so that tools find them by these.
       self._popen = subprocess.Popen(
@@ -143,7 +150,7 @@ class ForkServer:
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: end_with_parent(signal.SIGKILL),
+        preexec_fn=lambda: end_with_parent(signal.SIGKILL, parent=parent),
       )
 
   def is_alive(self) -> bool:
@@ -242,6 +249,7 @@ def _heed_signals(handlers: _Handlers) -> None:
 
 def _serve(link: socket.socket, handlers: _Handlers) -> None:
   """Forks processes until the parent is gone. Returns in each of them."""
+  server = os.getpid()
   children: dict[int, int] = {}  # descriptor: process
   while True:
     for ready in select.select([link, *children], [], [])[0]:
@@ -267,7 +275,7 @@ def _serve(link: socket.socket, handlers: _Handlers) -> None:
           link.close()
           for descriptor in (waiting, *children):
             os.close(descriptor)
-          _become(json.loads(text), output)
+          _become(json.loads(text), output, server)
           os.close(has_session)
           return
         os.close(has_session)
@@ -285,9 +293,9 @@ def _send(link: socket.socket, message: Mapping[str, Any]) -> None:
     sys.exit()
 
 
-def _become(request: Mapping[str, Any], output: int) -> None:
-  """Gives a forked process its own session, cores, output and environment."""
-  end_with_parent(request['if_lost'])
+def _become(request: Mapping[str, Any], output: int, server: int) -> None:
+  """Gives a process that `server` has forked its own session, cores, output and environment."""
+  end_with_parent(request['if_lost'], parent=server)
   os.setsid()
   if request['cpus'] is not None:
     os.sched_setaffinity(0, request['cpus'])
@@ -316,12 +324,13 @@ def _run(module: str, argv: Sequence[str]) -> None:
 def _answer_of(module: str, argv: Sequence[str], handlers: _Handlers) -> str:
   """Returns what a process of the module answers; '' if it fails, as the run then will, too."""
   reading, writing = os.pipe()
+  server = os.getpid()
   with warnings.catch_warnings(action='ignore'):
     pid = os.fork()
   if pid == 0:
     try:
       _heed_signals(handlers)
-      end_with_parent()
+      end_with_parent(parent=server)
       os.environ[_ASKED] = str(writing)
       silent = os.open(os.devnull, os.O_WRONLY)
       os.dup2(silent, 1)

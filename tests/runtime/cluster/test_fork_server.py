@@ -45,6 +45,24 @@ def server(tmp_path):
   started.close()
 
 
+LOSES_ITS_PARENT = """
+import os, signal, time
+from t5x_gpu.runtime.cluster.fork_server import end_with_parent
+parent = os.getpid()
+if os.fork() == 0:
+  while os.getppid() == parent:
+    time.sleep(0.01)
+  end_with_parent(signal.SIGTERM, parent=parent)
+  print('continues')
+"""
+
+
+def test_a_process_whose_parent_is_killed_before_it_asks_for_a_signal_ends():
+  command = [sys.executable, '-c', LOSES_ITS_PARENT]
+  done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+  assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
+
+
 def wait_for(condition) -> None:
   deadline = time.monotonic() + DEADLINE_SECONDS
   while not condition():
