@@ -332,7 +332,10 @@ def _over_microbatches(
   earlier = _scan_microbatches(
     one_pass, reduction, jax.tree.map(region.varying, early_parts), first, same, region
   )
-  results = one_pass(parts, {**final, **same}, dataclasses.replace(last, earlier=earlier.grads))
+  # Otherwise XLA on GPUs computes activations of this microbatch before the others are done with
+  # theirs; they then do not fit, or leave no memory to hide collectives.
+  final, grads = jax.lax.optimization_barrier((final, earlier.grads))
+  results = one_pass(parts, {**final, **same}, dataclasses.replace(last, earlier=grads))
   return results.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=results.grads)
 
 
@@ -347,6 +350,7 @@ def _scan_microbatches(
   """Returns the results of `microbatches` [count, rows, ...]."""
 
   def body(carry: _Results, microbatch: Batch) -> tuple[_Results, None]:
+    carry, microbatch = jax.lax.optimization_barrier((carry, microbatch))  # one after the other
     return carry.plus(one_pass(parts, {**microbatch, **same}, reduction)), None
 
   first = jax.tree.map(lambda x: x[0], microbatches)

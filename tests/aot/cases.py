@@ -109,6 +109,16 @@ CASES = (
   ),
   # Remat: as many kernels as without it.
   _small('fsdp', bindings=("REMAT_POLICY = 'dots'",), label='dots'),
+  # Microbatches: the activations of one at a time.
+  _small(
+    'fsdp',
+    bindings=(
+      "REMAT_POLICY = 'dots'",
+      'NUM_MICROBATCHES = 4',
+      "Partitioner.accumulate_by = 'microbatch'",
+    ),
+    label='by microbatch',
+  ),
   # Precision.
   _llama('fsdp', "PRECISION = 'fp8'", label='fp8'),
   _llama('fsdp', "PRECISION = 'fp8'", model='llama3_8b', label='fp8'),
