@@ -11,7 +11,7 @@ from tests.helpers_train import WATCHED_BATCHES, Project
 pytestmark = pytest.mark.cluster
 
 # A user's own data module, which kills its process before batch FAULT once both hosts have kept the
-# step before the one under way.
+# step before the one under way, and what the file `awaited` names exists.
 KILLING_DATA = (
   '''"""Synthetic batches; before batch number $FAULT the process ends, by kill -9."""
 
@@ -28,6 +28,9 @@ _when = int(os.environ['FAULT'])
 def before(number):
   if number == _when:
     while len(list(pathlib.Path().glob(f'host_*/*/step_{_when - 3}.process_?'))) < 2:
+      time.sleep(0.01)
+    awaited = pathlib.Path('awaited')
+    while awaited.exists() and not pathlib.Path(awaited.read_text()).exists():
       time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -126,6 +129,8 @@ def test_without_both_copies_the_run_starts_from_what_is_durable_and_names_the_h
   ranks, tmp_path
 ):
   project = project_in(tmp_path / 'killed')
+  durable = project.model_dir / 'checkpoint_6'
+  (project.folder / 'awaited').write_text(str(durable))  # its save may still be under way
   assert (
     -signal.SIGKILL in run(ranks, project, str(KILLED_BEFORE), **{**FSDP, 'SAVE_PERIOD': 6}).codes
   )
@@ -134,4 +139,4 @@ def test_without_both_copies_the_run_starts_from_what_is_durable_and_names_the_h
       path.write_bytes(path.read_bytes()[:-1000])
   ended = run(ranks, project, NEVER, **{**FSDP, 'SAVE_PERIOD': 6})
   assert ended.codes == [0, 0], ended.texts
-  assert f'Continuing from {project.model_dir}/checkpoint_6' in ended.texts[0]
+  assert f'Continuing from {durable}' in ended.texts[0], ended.texts[0]

@@ -603,14 +603,18 @@ class Member:
     reason = f'it has not looked at its GPUs within {OFFER_SECONDS} s'
     if self.me.index not in self._offers:
       return self.unfit(reason, now)
+    silent = [
+      follower
+      for index, follower in self._followers.items()
+      if follower.host in generation.members and index not in self._offers
+    ]
     actions: list[Action] = []
-    for follower in list(self._followers.values()):
-      if follower.host in generation.members and follower.host.index not in self._offers:
-        self._unfit.add(follower.host.incarnation)
-        text = f'{follower.host} leaves the run: {reason}.'
-        refused = Refusal(_capital(text), _REPAIR)
-        actions += [Log(text), Send(follower.link, refused), Drop(follower.link)]
-        actions += self._lose(follower, now)
+    for follower in silent:
+      self._unfit.add(follower.host.incarnation)
+      text = f'{follower.host} leaves the run: {reason}.'
+      refused = Refusal(_capital(text), _REPAIR)
+      actions += [Log(text), Send(follower.link, refused), Drop(follower.link)]
+      actions += self._lose(follower, now)
     return actions
 
   def received(self, link: int, message: Message, now: float) -> list[Action]:
