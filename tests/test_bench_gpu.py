@@ -24,7 +24,7 @@ import pytest
 
 from benchmarks.gpu import __main__, attention, report, torch_parts, tuning
 from benchmarks.gpu import step as step_lib
-from benchmarks.gpu.parts import PARTS, Missing, Part
+from benchmarks.gpu.parts import PARTS, Missing, Part, Skipped
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timing import time_calls
@@ -366,14 +366,13 @@ def test_options_are_compared_with_the_preset(monkeypatch):
     'unknown': lambda options: options | {'xla_no_such_option': True},
   }
   monkeypatch.setattr(step_lib, 'OPTIONS', changes)
-  of_run = dict(all_gpus=False, small=True)
-  preset, changed, failed = step_lib.measure_options('decoder_134m', 'bfloat16', **of_run)
+  preset, changed, failed = step_lib.measure_options('decoder_134m', 'bfloat16', small=True)
   assert [r['options'] for r in (preset, changed)] == ['as the preset', 'one pass off']
   assert preset['rows'] == changed['rows'] and changed['preset_seconds'] == preset['seconds']
   assert 'xla_no_such_option' in failed['error']  # costs its own row only
   table = report.table({'options_decoder_1.3b_2048_bf16': result(preset, changed, failed)})
   assert (
-    '| as the preset | decoder_134m | bfloat16 | 1 | 2 x 16 |' in table and '| +0.0% |' in table
+    '| as the preset | decoder_134m | bfloat16 | - | 1 | 2 x 16 |' in table and '| +0.0% |' in table
   )
   assert '| one pass off |' in table and failed['error'] in table
 
@@ -386,7 +385,30 @@ def test_double_buffering_is_switched_and_other_passes_stay_off():
   assert switch(off) == on
 
 
-@pytest.mark.parametrize('changes', [step_lib.OPTIONS, step_lib.OPTIONS_OF_SEVERAL])
+@pytest.mark.slow
+def test_options_of_a_pipeline_are_compared_with_the_preset():
+  rows = list(step_lib.measure_options('decoder_134m', 'bfloat16', kind='pipeline', small=True))
+  assert [row['options'] for row in rows] == ['as the preset', *step_lib.OPTIONS_OF_A_PIPELINE]
+  assert {row.get('error') for row in rows} == {None}
+  assert all(row['losses'] == pytest.approx(rows[0]['losses'], rel=1e-5) for row in rows)
+  table = report.table({'options_pipeline_decoder_1.3b_2048_bf16': result(*rows)})
+  end = '| decoder_134m | bfloat16 | 3d 2 x tp 2 x dp 2 | 8 | 16 x 16 |'
+  assert f'| as the preset {end}' in table
+  assert f'| pipeline options of max_overlap {end}' in table
+
+
+def test_sends_of_a_pipeline_overlap_with_the_options_of_max_overlap():
+  change = step_lib.OPTIONS_OF_A_PIPELINE['pipeline options of max_overlap']
+  assert change({'xla_disable_hlo_passes': 'other', 'xla_gpu_autotune_level': 4}) == {
+    'xla_disable_hlo_passes': 'other,collective-permute-motion',
+    'xla_gpu_experimental_pipeline_parallelism_opt_level': 'PIPELINE_PARALLELISM_OPT_LEVEL_ENABLE',
+    'xla_gpu_autotune_level': 4,
+  }
+
+
+@pytest.mark.parametrize(
+  'changes', [step_lib.OPTIONS, step_lib.OPTIONS_OF_SEVERAL, step_lib.OPTIONS_OF_A_PIPELINE]
+)
 def test_xla_knows_the_options(changes):
   newer = ('xla_gpu_enable_pdl_launch',)  # jax 0.11
   lowered = jax.jit(jnp.sin).lower(1.0)
@@ -430,10 +452,39 @@ def test_several_gpus_are_compared_with_one(monkeypatch):
 
 
 def test_tensor_parallelism_splits_as_many_heads_as_it_can():
-  assert list(step_lib.layouts(8, 16)) == ['dp', 'fsdp', 'tp 8']
-  assert list(step_lib.layouts(8, 2)) == ['dp', 'fsdp', 'tp 2 x dp 4']
-  assert list(step_lib.layouts(6, 16)) == ['dp', 'fsdp', 'tp 2 x dp 3']
-  assert list(step_lib.layouts(3, 16)) == ['dp', 'fsdp']
+  first = ['dp', 'fsdp']
+  for num_gpus, num_heads, others in (
+    (8, 16, ['tp 8', 'zero1', 'tp_sp 8', 'hsdp 4 x dp 2']),
+    (8, 2, ['tp 2 x dp 4', 'zero1', 'tp_sp 2 x dp 4', 'hsdp 4 x dp 2']),
+    (6, 16, ['tp 2 x dp 3', 'zero1', 'tp_sp 2 x dp 3', 'hsdp 3 x dp 2']),
+    (2, 16, ['tp 2', 'zero1', 'tp_sp 2']),
+    (3, 16, ['zero1']),
+  ):
+    assert list(step_lib.layouts(num_gpus, num_heads)) == first + others
+
+
+def test_a_pipeline_has_model_in_its_two_stages_where_it_fits():
+  names = {n: step_lib.pipeline(n, 16)[0] for n in (2, 4, 6, 8)}
+  assert names == {2: 'pp 2', 4: '3d 2 x tp 2', 6: 'pp 2 x dp 3', 8: '3d 2 x tp 2 x dp 2'}
+  assert step_lib.pipeline(8, 25)[0] == 'pp 2 x dp 4'
+  with pytest.raises(Skipped, match='3 GPUs'):
+    step_lib.pipeline(3, 16)
+
+
+def test_layouts_are_those_of_the_gin_files():
+  found = [*step_lib.layouts(8, 8).items(), step_lib.pipeline(8, 2), step_lib.pipeline(8, 25)]
+  for name, ours in found:
+    layout = name.split()[0]
+    with gin.unlock_config():
+      gin.clear_config()
+      gin.parse_config_file(str(ROOT / f'gin_configs/parallel/{layout}.gin'))
+      theirs = gin.get_configurable(Partitioner)()
+      gin.clear_config()
+    if layout == 'hsdp':  # its replicas are whole hosts
+      theirs = dataclasses.replace(
+        theirs, ici_mesh_shape=None, dcn_mesh_shape=None, data=2, fsdp=-1
+      )
+    assert dataclasses.replace(ours, num_partitions=ours.num_partitions or 1) == theirs, name
 
 
 @pytest.mark.process

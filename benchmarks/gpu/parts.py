@@ -62,16 +62,18 @@ def _on_all_gpus(shape: str) -> Part:
   )
 
 
-def _options(shape: str, precision: str = 'bfloat16', *, all_gpus: bool = False) -> Part:
-  where = 'gpus_' * all_gpus
+def _options(
+  shape: str, precision: str = 'bfloat16', *, kind: str = 'one', limit_seconds: int = 250
+) -> Part:
+  where = {'one': '', 'fsdp': 'gpus_', 'pipeline': 'pipeline_'}[kind]
   short = {'bfloat16': 'bf16', 'fp8': 'fp8'}[precision]
   return Part(
     f'options_{where}{shape}_{short}',
-    250,
+    limit_seconds,
     'step:measure_options',
-    {'name': shape, 'precision': precision, 'all_gpus': all_gpus},
+    {'name': shape, 'precision': precision, 'kind': kind},
     is_our_step=True,
-    num_gpus=None if all_gpus else 1,
+    num_gpus=1 if kind == 'one' else None,
     tokamax='uses',
   )
 
@@ -108,8 +110,9 @@ PARTS = (
   _on_all_gpus('decoder_1.3b_2048'),
   _options('decoder_1.3b_2048'),
   _options('decoder_1.3b_2048', 'fp8'),
-  _options('decoder_1.3b_2048', all_gpus=True),
-  _options('decoder_1.3b_2048', 'fp8', all_gpus=True),
+  _options('decoder_1.3b_2048', kind='fsdp'),
+  _options('decoder_1.3b_2048', 'fp8', kind='fsdp'),
+  _options('decoder_1.3b_2048', kind='pipeline', limit_seconds=200),
   Part('tune_attention', 250, 'tuning:measure_attention', tokamax='tunes'),
   *(
     Part(f'attention_{n}', 100, 'attention:measure', {'length': n}, tokamax='uses')

@@ -225,6 +225,7 @@ OPTIONS = {
   'options': lambda r: r['options'],
   'step': lambda r: r['model'],
   'precision': lambda r: r['precision'],
+  'layout': lambda r: r['layout'] or '-',
   'GPUs': lambda r: r['gpus'],
   'batch': lambda r: f'{r["rows"]} x {r["length"]}',
   'ms (spread)': _milliseconds,

@@ -41,6 +41,7 @@ from t5x_gpu.partitioning.trees import Batch
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.runtime.xla.flags import Applied
+from t5x_gpu.runtime.xla.presets import TABLE
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget, target_of_kind
 from t5x_gpu.tools.planning.prediction import PlanConfig
 from t5x_gpu.tools.planning.sharding import place
@@ -144,23 +145,42 @@ OPTIONS: dict[str, Callable[[Options], Options]] = {
   'dependent launches': lambda options: options | {'xla_gpu_enable_pdl_launch': True},
 }
 _PASSES, _DOUBLE_BUFFER = 'xla_disable_hlo_passes', 'loop-double-buffer-transformer'
+# What 'max_overlap' adds for pipelines.
+_OVERLAPPED_SENDS = {
+  row.name: row.value for row in TABLE if row.presets == ('max_overlap',) and row.axes == ('stage',)
+}
+
+
+def _disabled(options: Options) -> list[str]:
+  return [name for name in options.get(_PASSES, '').split(',') if name]
 
 
 def _other_buffering(options: Options) -> Options:
   """Returns `options` with double buffering of loops off if it is on, else on."""
-  passes = [name for name in options.get(_PASSES, '').split(',') if name]
+  passes = _disabled(options)
   others = [name for name in passes if name != _DOUBLE_BUFFER]
   if others == passes:
     others.append(_DOUBLE_BUFFER)
   return options | {_PASSES: ','.join(others)}
 
 
+def _two_collectives(options: Options) -> Options:
+  return options | {'xla_gpu_experimental_parallel_collective_overlap_limit': 2}
+
+
+def _overlapped_sends(options: Options) -> Options:
+  passes = [*_disabled(options), *_disabled(_OVERLAPPED_SENDS)]
+  return options | _OVERLAPPED_SENDS | {_PASSES: ','.join(passes)}
+
+
 OPTIONS_OF_SEVERAL: dict[str, Callable[[Options], Options]] = {
   'double buffering of loops switched': _other_buffering,
   'NCCL user buffers': lambda options: options | {'xla_gpu_enable_nccl_user_buffers': True},
-  'two collectives at a time': lambda options: (
-    options | {'xla_gpu_experimental_parallel_collective_overlap_limit': 2}
-  ),
+  'two collectives at a time': _two_collectives,
+}
+OPTIONS_OF_A_PIPELINE: dict[str, Callable[[Options], Options]] = {
+  'pipeline options of max_overlap': _overlapped_sends,
+  'two collectives at a time': _two_collectives,
 }
 
 
@@ -168,7 +188,7 @@ def measure_options(
   name: str,
   precision: str,
   *,
-  all_gpus: bool,
+  kind: str = 'one',
   small: bool = False,
   xla: Optional[Applied] = None,
   results: Optional[pathlib.Path] = None,
@@ -179,31 +199,38 @@ def measure_options(
 
   Args:
     name, precision, small, xla, results: as in `measure`.
-    all_gpus: fully sharded over all GPUs, with options about communication; else on one GPU.
+    kind: 'one' GPU; 'fsdp' over all GPUs, with options about communication; 'pipeline' of all GPUs,
+      with options about the sends between its stages.
   Raises:
-    Skipped: all GPUs are one GPU.
+    Skipped: another kind than 'one', on one GPU; 'pipeline' of an odd number of GPUs.
     Missing, OutOfMemoryError: as `measure`.
   """
-  num_gpus = jax.local_device_count() if all_gpus else 1
-  if all_gpus and num_gpus < 2:
+  num_gpus = 1 if kind == 'one' else jax.local_device_count()
+  if kind != 'one' and num_gpus < 2:
     raise Skipped('this machine has one GPU; these options are about several')
   shape = SHAPES[name].small() if small else SHAPES[name]
-  model, partitioner, rows = model_of(shape, precision), Partitioner(), shape.rows
-  if all_gpus:
-    partitioner = layouts(num_gpus, shape.config['num_heads'])['fsdp']
-    rows = [number * num_gpus for number in rows]
+  model, rows = model_of(shape, precision), [number * num_gpus for number in shape.rows]
+  num_heads = shape.config['num_heads']
+  layout, partitioner, changes = '', Partitioner(), OPTIONS
+  if kind == 'fsdp':
+    layout, partitioner = 'fsdp', layouts(num_gpus, num_heads)['fsdp']
+    changes = OPTIONS_OF_SEVERAL
+  elif kind == 'pipeline':
+    layout, partitioner = pipeline(num_gpus, num_heads)
+    changes = OPTIONS_OF_A_PIPELINE
   where = (partitioner, num_gpus)
   steps = None if results is None else results.parent / 'steps'
 
   def settings(label: str) -> Any:
-    kept = steps and steps / f'{name}_{precision}_{num_gpus}_{label.replace(" ", "_")}'
+    words = f'{name} {precision} {num_gpus} {layout} {label}'.split()
+    kept = steps and steps / '_'.join(words)
     return dict(small=small, xla=xla, results=results, keep=kept)
 
-  row: Row = {'model': name, 'precision': precision, 'gpus': num_gpus}
+  row: Row = {'model': name, 'precision': precision, 'gpus': num_gpus, 'layout': layout}
   preset = _largest(shape, model, rows, *where, **settings('preset'))
   row['preset_seconds'] = preset['seconds']
   yield row | {'options': 'as the preset'} | preset
-  for label, change in (OPTIONS_OF_SEVERAL if all_gpus else OPTIONS).items():
+  for label, change in changes.items():
     row['options'] = label
     try:
       yield row | _largest(shape, model, [preset['rows']], *where, change=change, **settings(label))
@@ -250,16 +277,41 @@ def measure_gpus(
 
 
 def layouts(num_gpus: int, num_heads: int) -> dict[str, Partitioner]:
-  """Returns name -> layout of all GPUs: data parallel, fully sharded, tensor parallel."""
+  """Returns name -> layout of all GPUs, as gin_configs/parallel has them; no pipelines."""
   found = {
     'dp': Partitioner(overlap_layers=True),
     'fsdp': Partitioner(data=1, fsdp=-1, overlap_layers=True),
   }
   parts = math.gcd(num_gpus, num_heads)  # `model` splits heads
+  size = f'{parts}{_replicas(num_gpus // parts)}'
   if parts > 1:
-    rest = f' x dp {num_gpus // parts}' if parts < num_gpus else ''
-    found[f'tp {parts}{rest}'] = Partitioner(num_partitions=parts)
+    found[f'tp {size}'] = Partitioner(num_partitions=parts)
+  found['zero1'] = Partitioner(data=1, fsdp=-1, zero_stage=1, overlap_layers=True)
+  if parts > 1:
+    found[f'tp_sp {size}'] = Partitioner(num_partitions=parts, sequence_parallel=True)
+  if num_gpus >= 4 and num_gpus % 2 == 0:
+    # Its replicas are halves of this host.
+    found[f'hsdp {num_gpus // 2}{_replicas(2)}'] = Partitioner(data=2, fsdp=-1, overlap_layers=True)
   return found
+
+
+def pipeline(num_gpus: int, num_heads: int) -> tuple[str, Partitioner]:
+  """Returns the name and layout of two stages over all GPUs, with `model` in them where it fits.
+
+  Raises:
+    Skipped: an odd number of GPUs.
+  """
+  if num_gpus % 2:
+    raise Skipped(f'{num_gpus} GPUs are not two equal stages')
+  if num_gpus % 4 or num_heads % 2:
+    return f'pp 2{_replicas(num_gpus // 2)}', Partitioner(stage=2)
+  return f'3d 2 x tp 2{_replicas(num_gpus // 4)}', Partitioner(
+    stage=2, num_partitions=2, sequence_parallel=True, overlap_layers=True
+  )
+
+
+def _replicas(number: int) -> str:
+  return f' x dp {number}' if number > 1 else ''
 
 
 def _scaling(row: Row, alone: Row, num_gpus: int) -> Row:
