@@ -197,13 +197,13 @@ class Started:
       time.sleep(0.01)
 
 
-def _train(place: Place, folder: str, **macros: Any) -> None:
-  """Trains to the end; the texts change on the way if the world has `during`."""
+def _train(place: Place, folder: str, *, after: int = 1, **macros: Any) -> None:
+  """Trains to the end; the texts change after `after` batches if the world has `during`."""
   argv = place.gin(MODEL_DIR=folder, **macros)
   if place.during is None:
     place.run('train', *argv)
     return
-  running = held(place, argv, after=1)
+  running = held(place, argv, after=after)
   place.during()
   (place.base / 'go').touch()
   running.succeed()
@@ -236,7 +236,7 @@ def kill_and_resume(place: Place) -> Any:
   running.finish()
   if place.between:
     place.between()
-  _train(place, place.folder('a'))
+  _train(place, place.folder('a'), after=0)  # from a local checkpoint, one batch is left
   return _losses(place, place.folder('a'))
 
 
