@@ -124,7 +124,7 @@ class Collective:
       twice that for an all-reduce, the whole array for a collective-permute.
     count: number of runs in one call, the product of `trip_counts`.
     trip_counts: iterations of the loops around it, outermost first.
-    in_branch: it is in a branch of a conditional, so it runs at most `count` times.
+    in_branch: as in `Visit`, so it runs at most `count` times.
     unknown_count: a loop around it has an unknown length, which counts as 1.
     op_name: path in the traced program, 'jit(train_step)/.../mlp/wo/dot_general'.
     source: 'path/file.py:line' of that operation; '' if unknown.

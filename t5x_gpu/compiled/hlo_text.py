@@ -133,7 +133,8 @@ class Visit:
     computation, instruction: the instruction and the computation that contains it.
     count: how often it runs, the product of `trip_counts`.
     trip_counts: trip counts of the loops around it, outermost first.
-    in_branch: it is in a branch of a conditional and may not run at all.
+    in_branch: it is in a branch of a conditional, or in a loop of one iteration or none, and may
+      not run at all.
     unknown_count: a loop around it has an unknown length, which counts as 1.
     op_name: its path in the traced Python program, after the path of its callers.
   """
@@ -169,10 +170,13 @@ class Module:
       path = own if not prefix or own.startswith('jit(') else '/'.join(filter(None, (prefix, own)))
       yield Visit(computation, instruction, math.prod(trips), trips, in_branch, unknown, path)
       if instruction.opcode == 'while':
-        count = self.trip_count(computation, instruction)
-        yield from self._walk(
-          self.body(instruction), (*trips, count or 1), in_branch, unknown or count is None, prefix
-        )
+        count, body = self.trip_count(computation, instruction), self.body(instruction)
+        if count is None and self._runs_at_most_once(instruction):
+          yield from self._walk(body, trips, True, unknown, prefix)
+        else:
+          yield from self._walk(
+            body, (*trips, count or 1), in_branch, unknown or count is None, prefix
+          )
       elif instruction.opcode in ('call', 'conditional', 'fusion', 'async-start'):
         inner = path if instruction.opcode == 'call' else prefix
         for called in self.called(instruction):
@@ -220,6 +224,16 @@ class Module:
     if start is None or not step or step < 0:
       return None
     return max(0, -(-(end + (direction == 'LE') - start) // step))
+
+  def _runs_at_most_once(self, loop: Instruction) -> bool:
+    """Returns whether `loop` runs while a carried value is true, which its body makes false."""
+    condition = self.computations[(loop.attribute('condition') or '').lstrip('%')]
+    _, value = self._origin(_Frame(condition), condition.root)
+    if value is None or value.opcode != 'get-tuple-element':
+      return False
+    body = self.computations[self.body(loop)]
+    _, after = self._element(_Frame(body), body.root, value.numbers('index')[0])
+    return after is not None and after.opcode == 'constant' and after.operands == ('false',)
 
   def _growth(self, body: Computation, index: int) -> Optional[int]:
     """Returns the increment of element `index` of the carried tuple per iteration of `body`."""

@@ -333,6 +333,20 @@ def add(a: Tree, b: Tree) -> Tree:
   return jax.tree.map(jnp.add, a, b)
 
 
+def update_if(condition: jax.Array, update: TreeFn, state: Tree) -> Tree:
+  """Returns `update(state)` if `condition`, else `state`; not differentiable.
+
+  It is a loop of one iteration or none: XLA updates a loop's arrays in place, but copies the arrays
+  that pass through a conditional. In a pipeline these are all gradients of a stage.
+  """
+  axes = tuple(jax.typeof(condition).manual_axis_type.varying)
+
+  def body(carry: Tree) -> Tree:
+    return varying(jnp.array(False), axes), update(carry[1])
+
+  return jax.lax.while_loop(lambda carry: carry[0], body, (condition, state))[1]
+
+
 def where(condition: Union[bool, jax.Array], a: Tree, b: Tree) -> Tree:
   """Returns `a` if `condition`, a Python bool or a traced one, else `b`."""
   if condition is True:
@@ -502,9 +516,7 @@ def _one_forward_one_backward(
     state = (dy, grads, sums)
     back = functools.partial(_backward, run, params, x, unit, stage)
     if run.table.skip_idle:
-      dx, grads, sums = jax.lax.cond(
-        works, lambda state: back(state, True), lambda state: state, state
-      )
+      dx, grads, sums = update_if(works, lambda state: back(state, True), state)
     else:
       dx, grads, sums = back(state, works)
     return (y, dx, kept, grads, sums), None
@@ -549,22 +561,21 @@ def _backward(
   microbatch = run.microbatch(unit)
   y, transpose = jax.vjp(lambda p, x: run.run_block(p, x, unit, stage), params, x)
 
-  def head(dy: Tree, grads: Tree, sums: Tree) -> Tree:
+  def head(state: Tree) -> Tree:
+    dy, grads, sums = state
     (_, new_sums), (dp, dy) = jax.value_and_grad(run.head, (0, 1), has_aux=True)(
       params, y, microbatch
     )
     return dy, add(grads, dp), add(sums, new_sums)
 
-  dy, grads, sums = jax.lax.cond(
-    (stage == run.table.num_stages - 1) & works, head, lambda *state: state, dy, grads, sums
-  )
+  dy, grads, sums = update_if((stage == run.table.num_stages - 1) & works, head, (dy, grads, sums))
   dp, dx = transpose(dy)
   grads = where(works, add(grads, dp), grads)
 
   def embed(grads: Tree) -> Tree:
     return add(grads, jax.vjp(lambda p: run.embed(p, microbatch), params)[1](dx)[0])
 
-  return dx, jax.lax.cond((stage == 0) & works, embed, lambda grads: grads, grads), sums
+  return dx, update_if((stage == 0) & works, embed, grads), sums
 
 
 def _plus(grads: Tree, earlier: Optional[Tree]) -> Tree:

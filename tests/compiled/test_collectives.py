@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.compiled import collectives, hlo_text
 from t5x_gpu.compiled.collectives import flops_per_device, inventory, partitioned_hlo
+from t5x_gpu.partitioning.pipeline import update_if
 from tests.helpers_collectives import count, total_bytes
 from tests.helpers_train import compiled_kept_in
 
@@ -212,6 +213,14 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so():
   mapped = on_devices(f, into=(P(('data', 'fsdp')), P()), out=P(('data', 'fsdp')))
   (c,) = found_in(mapped, rows(), struct((), dtype='int32'))
   assert (c.count, c.unknown_count) == (1, True)
+
+
+def test_a_loop_of_one_iteration_or_none_counts_as_a_branch():
+  def f(x):
+    return update_if(jnp.sum(x) > 0, shift, x)
+
+  (c,) = found_in(on_devices(f, out=P(('data', 'fsdp'))), rows())
+  assert (c.count, c.trip_counts, c.in_branch, c.unknown_count) == (1, (), True, False)
 
 
 def test_a_loop_counts_by_where_it_begins_and_how_it_grows():

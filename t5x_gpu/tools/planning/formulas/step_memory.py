@@ -140,11 +140,15 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   if shape.ids_in_parts:  # the logits' gathered input is freed, its gradient not yet sent
     head = head * 4 // (shape.item_bytes + 4)
   while_layers = gradients + layer + weights + stack + head
-  if layout.pipeline:  # a tick computes layers and loss, and adds its gradients to the sum
+  if layout.pipeline:  # a tick computes layers and loss, and adds the layers' gradients to the sum
+    of_layers = _layer_bytes(program)
+    share = of_layers / bytes_per_device(state.params)
+    in_last_tick = of_layers if layout.region.sums_in_last_tick else 0
+    in_fp8 = of_layers // 2 if c.fp8 else 0  # in 8 bits, along inputs and along features
     return found | {
-      GRADIENTS: 2 * gradients + _summed_in_last_tick(program),
+      GRADIENTS: int((1 + share) * gradients) + in_last_tick,
       LAYER: layer,
-      WEIGHTS: weights + stack,
+      WEIGHTS: weights + stack + in_fp8,
       LOSS: logits + kernel,
     }
   own = 0 if split else 4 * kernel // shape.item_bytes
@@ -154,10 +158,8 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   return found | {GRADIENTS: min(own, gradients), LAYER: 0, WEIGHTS: 0, LOSS: logits + kernel}
 
 
-def _summed_in_last_tick(program: Program) -> int:
-  """Returns the bytes of the layers' gradients if the last tick of a pipeline sums them."""
-  if not program.layout.region.sums_in_last_tick:
-    return 0
+def _layer_bytes(program: Program) -> int:
+  """Returns the bytes of the layers' parameters on one device."""
   pairs = zip(jax.tree.leaves(program.abstract_state.params), jax.tree.leaves(program.names.params))
   return bytes_per_device([array for array, names in pairs if 'layers' in names.names])
 
