@@ -334,12 +334,12 @@ def test_fp8_needs_a_gpu_that_has_it(gin_file, tmp_path):
 def test_assumptions_are_set_on_the_command_line(gin_file, tmp_path, capsys):
   dry = ['--dry_run', '--show=prediction']
   usual = planned(gin_file, tmp_path, *dry)
-  assert re.search('gemm_efficiency +0.6 +Hopper:', capsys.readouterr().out)
+  assert re.search('gemm_efficiency +0.66 +Hopper:', capsys.readouterr().out)
   slow = planned(gin_file, tmp_path, *dry, '--gin.Assumptions.memory_efficiency=0.4')
   assert re.search('memory_efficiency +0.4 +set in gin', capsys.readouterr().out)
   for got, share in ((usual, 0.8), (slow, 0.4)):
     assert got['assumptions']['memory_efficiency']['value'] == share
-    assert got['assumptions']['gemm_efficiency']['value'] == 0.6
+    assert got['assumptions']['gemm_efficiency']['value'] == 0.66
     assert got['assumptions']['network_gigabits']['value'] == 400
   assert slow['assumptions']['memory_efficiency']['source'] == 'set in gin'
   bytes_of = {p['part']: p['num_bytes'] for p in usual['time']['parts'] if p['kind'] == 'memory'}

@@ -63,6 +63,7 @@ class KernelTraffic:
     multiplies: whether it is one of `kernels.KERNEL_KINDS`.
     runs: how often it runs.
     num_bytes: bytes of all runs.
+    in_branch: as in `Visit`: it may run less often.
   """
 
   instruction: Instruction
@@ -70,6 +71,7 @@ class KernelTraffic:
   multiplies: bool
   runs: int
   num_bytes: int
+  in_branch: bool = False
 
 
 def kernel_traffic(hlo: str) -> list[KernelTraffic]:
@@ -87,6 +89,7 @@ def kernel_traffic(hlo: str) -> list[KernelTraffic]:
       kernels.kind(visit.computation, visit.instruction) is not None,
       visit.count,
       visit.count * bytes_moved(module, visit.computation, visit.instruction),
+      visit.in_branch,
     )
     for visit in kernels.outside_fusions()
     if visit.instruction.opcode not in _NO_KERNEL

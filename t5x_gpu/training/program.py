@@ -369,22 +369,26 @@ def compile_options(program: Program, xla: Optional[flags.Applied]) -> Optional[
   """
   if xla is None:
     return None
-  params = jax.tree.leaves(program.abstract_state.params)
-  names = jax.tree.leaves(program.names.params)
-  layer_bytes = sum(
-    2 * math.prod(p.shape) // p.shape[n.names.index('layers')]
-    for p, n in zip(params, names)
-    if 'layers' in n.names
-  )
   mesh = program.layout.mesh
   applied = flags.refine(
     xla,
     mesh_axes=[a for a, size in mesh.shape.items() if size > 1],
-    layer_bytes=layer_bytes or None,
+    layer_bytes=layer_bytes(program) or None,
     num_gpus=mesh.size,
     layers_ahead=program.layout.region.layers_ahead,
   )
   return dict(applied.compile_options) or None
+
+
+def layer_bytes(program: Program) -> int:
+  """Returns the bytes of one layer's weights, whole and in bfloat16; 0 without layers."""
+  params = jax.tree.leaves(program.abstract_state.params)
+  names = jax.tree.leaves(program.names.params)
+  return sum(
+    2 * math.prod(p.shape) // p.shape[n.names.index('layers')]
+    for p, n in zip(params, names)
+    if 'layers' in n.names
+  )
 
 
 def bytes_per_device(tree: Tree) -> int:

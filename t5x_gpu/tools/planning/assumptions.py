@@ -19,10 +19,7 @@ from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.tools.planning.gpu_targets import TARGETS, GpuTarget
 
 _NCCL = 'https://github.com/NVIDIA/nccl/blob/v2.19.3-1/src/graph/tuning.cc'
-_TE = (
-  'https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/examples/'
-  'gemm_profiling/gemm_profiling.html'
-)
+_H200 = 'one H200 (docs/performance.md#one-h200)'
 _DGX = 'https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html'
 
 # Shares of the bytes of an axis that XLA's schedule hides behind matrix kernels, for a plan that
@@ -43,8 +40,8 @@ class Assumptions:
 
   Attributes:
     gemm_efficiency: for matrix products large enough to fill the GPU; None for 0.7 before Hopper
-      and 0.6 since, because Hopper's clock falls under this load.
-    fp8_gemm_efficiency: for FP8 matrix products, including conversions to FP8.
+      and 0.66 since, because Hopper's clock falls under this load.
+    fp8_gemm_efficiency: for FP8 matrix products; conversions to FP8 are bound by the memory.
     mosaic_efficiency, triton_efficiency: for attention kernels, forward and backward.
     memory_efficiency: share of the memory bandwidth, for everything except matrix products.
     kernel_seconds: minimum time from the start of a kernel to the start of the next.
@@ -63,8 +60,8 @@ class Assumptions:
   """
 
   gemm_efficiency: Optional[float] = None
-  fp8_gemm_efficiency: float = 0.48
-  mosaic_efficiency: float = 0.5
+  fp8_gemm_efficiency: float = 0.63
+  mosaic_efficiency: float = 0.39
   triton_efficiency: float = 0.31
   memory_efficiency: float = 0.8
   kernel_seconds: float = 4e-6
@@ -114,7 +111,7 @@ class Assumptions:
     """Returns the efficiency of matrix products on `gpu`."""
     if self.gemm_efficiency is not None:
       return self.gemm_efficiency
-    return 0.6 if float(gpu.compute_capability) >= 9 else 0.7
+    return 0.66 if float(gpu.compute_capability) >= 9 else 0.7
 
   def gigabits(self, gpu: GpuTarget) -> float:
     """Returns the Gbit/s of the network adapters of one `gpu`."""
@@ -158,15 +155,16 @@ def _is_share(name: str) -> bool:
 
 # Parameter -> source of its default.
 SOURCES = {
-  'gemm_efficiency': 'Hopper: 599 TFLOP/s in the GEMMs of a layer on H200 NVL, of 989 of the die: '
-  f'{_TE}; before: Rosetta-Pax 5B on A100 (docs/plan.md#checks)',
-  'fp8_gemm_efficiency': f'945 TFLOP/s with current scaling, of 1979, same layer: {_TE}',
-  'mosaic_efficiency': 'a round figure: FlashAttention-3 reaches up to 75% forward on H100 '
-  '(arXiv:2407.08608, abstract), less backward and on short rows',
+  'gemm_efficiency': f'Hopper: 654 of 989 TFLOP/s, 8192 x 8192 x 8192 on {_H200}; before: '
+  'Rosetta-Pax 5B on A100 (docs/plan.md#checks)',
+  'fp8_gemm_efficiency': f'1253 of 1979 TFLOP/s, the same product with scales on {_H200}',
+  'mosaic_efficiency': '383 of 989 TFLOP/s, forward and backward, 2048 causal positions, heads of '
+  f'128, on {_H200}',
   'triton_efficiency': '305 of 989 TFLOP/s forward, 4096 causal positions, H100: '
   'https://github.com/apple/axlearn/blob/main/axlearn/common/flash_attention/'
   'gpu_attention_benchmark.py',
-  'memory_efficiency': 'a round figure; the copy of scripts/bench_gpu.sh measures it',
+  'memory_efficiency': 'a round figure: 0.79 in the bfloat16 step, 0.68 in the FP8 step on '
+  f'{_H200}; the copy of scripts/bench_gpu.sh measures it',
   'kernel_seconds': 'a round figure for a kernel in a CUDA graph',
   'nvlink_efficiency': f'235 of 300 GB/s on A100, where NCCL caps its own estimate: {_NCCL}',
   'network_gigabits': f'one adapter per GPU, 400 Gbit/s since Hopper, 200 on A100: {_DGX}',
@@ -328,14 +326,16 @@ def _results(path: pathlib.Path) -> Json:
 
 
 def _measured(rows: list[Json], gpu: GpuTarget) -> Iterator[tuple[str, float]]:
-  # Not in FP8: its efficiency includes conversions, which a ceiling lacks.
-  rates = [
-    row['tflops']
-    for row in rows
-    if row.get('what') == 'matmul' and row.get('precision') == 'bfloat16'
-  ]
-  if rates:
-    yield 'gemm_efficiency', min(1.0, max(rates) * 1e12 / gpu.peak_flops('bfloat16'))
+  for name, dtype in (('gemm_efficiency', 'bfloat16'), ('fp8_gemm_efficiency', 'fp8')):
+    rates = [
+      row['tflops']
+      for row in rows
+      if row.get('what') == 'matmul'
+      and row.get('precision') == dtype
+      and row.get('is_fp8_gemm', dtype != 'fp8')
+    ]
+    if rates:
+      yield name, min(1.0, max(rates) * 1e12 / gpu.peak_flops(dtype))
   copies = [row['gigabytes_per_second'] for row in rows if row.get('what') == 'copy']
   if copies:
     yield 'memory_efficiency', min(1.0, max(copies) * 1e9 / gpu.memory_bandwidth)

@@ -7,8 +7,8 @@
     planner.by_formula(config, Topology(8, 8)).seconds_per_step
     planner.exactly(config, Topology(8, 8)).memory.fits                     # compiles
 
-By formula alone it takes milliseconds. A compiled step replaces the memory, the bytes sent, and the
-share of them that is hidden.
+By formula alone it takes milliseconds. A compiled step replaces the memory, the bytes that
+elementwise kernels read and write, the bytes sent, and the share of them that is hidden.
 """
 
 import collections
@@ -47,7 +47,11 @@ from t5x_gpu.tools.planning.formulas.traffic import (
   compiled_traffic,
   formula_traffic,
 )
-from t5x_gpu.tools.planning.formulas.work import step_work
+from t5x_gpu.tools.planning.formulas.work import (
+  elementwise_bytes,
+  step_work,
+  with_elementwise_bytes,
+)
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep, compile_step
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget, can_compile, described_gpus
 from t5x_gpu.training.program import Program, build_program, initial_params
@@ -107,8 +111,9 @@ class Prediction:
     formula_sent: traffic of each GPU by formula.
     time: time of a step.
     checkpoint: size and duration of a save.
-    elementwise_bytes: bytes that kernels other than matrix kernels read and write on a GPU, as
-      compiled; None if it was not compiled for the GPU.
+    elementwise_bytes: bytes that kernels other than matrix kernels read and write on a GPU in a
+      step, as compiled, which `time` follows; None if it was not compiled for the GPU.
+    formula_elementwise_bytes: the same by formula.
     source: FORMULA, PARTITIONED (traffic of the program that XLA splits for CPUs) or COMPILED.
     assumed: efficiencies and links.
   """
@@ -131,6 +136,7 @@ class Prediction:
   time: StepTime
   checkpoint: CheckpointCost
   elementwise_bytes: Optional[int] = None
+  formula_elementwise_bytes: int = 0
   source: str
   assumed: Assumptions
 
@@ -193,6 +199,18 @@ def predict(
     sent, source = _sent(program, compiled.hlo, compiled), COMPILED
   elif partitioned is not None:
     sent, source = _sent(program, partitioned), PARTITIONED
+  work = step_work(shape, program, model)
+  formula_bytes, compiled_bytes = elementwise_bytes(work), None
+  if compiled is not None:
+    busy = busy_share(program)  # branches of a pipeline's ticks
+    compiled_bytes = int(
+      sum(
+        k.num_bytes * (busy if k.in_branch else 1)
+        for k in compiled.kernel_traffic
+        if not k.multiplies
+      )
+    )
+    work = with_elementwise_bytes(work, compiled_bytes)
   model_config = config_of(model)
   dtype = 'float32' if model_config is None else model_config.dtype
   topology = layout.topology
@@ -220,7 +238,7 @@ def predict(
     ),
     formula_sent=tuple(by_formula),
     time=step_time(
-      step_work(shape, program, model),
+      work,
       sent,
       sizes=layout.sizes,
       gpu=gpu,
@@ -229,7 +247,8 @@ def predict(
       bubble_fraction=layout.pipeline.bubble_fraction if layout.pipeline else 0.0,
     ),
     checkpoint=_checkpoint(program, assumed),
-    elementwise_bytes=compiled and compiled.traffic.other_bytes,
+    elementwise_bytes=compiled_bytes,
+    formula_elementwise_bytes=int(formula_bytes),
     source=source,
     assumed=assumed,
   )

@@ -295,15 +295,14 @@ def elementwise_line(p: Prediction) -> str:
   """Returns a line on what elementwise kernels read and write, as compiled; '' if it was not."""
   if p.elementwise_bytes is None:
     return ''
-  by_formula = math.fsum(part.num_bytes for part in p.time.parts if part.kind == 'memory')
   bandwidth = p.gpu.memory_bandwidth * p.assumed.memory_efficiency
   compiled, formula = (
-    f'{show(int(num_bytes), GB=".1f")} ({seconds(num_bytes / bandwidth)})'
-    for num_bytes in (p.elementwise_bytes, by_formula)
+    f'{show(num_bytes, GB=".1f")} ({seconds(num_bytes / bandwidth)})'
+    for num_bytes in (p.elementwise_bytes, p.formula_elementwise_bytes)
   )
   return (
-    f'\nReading and writing outside of matrix kernels: {compiled} as compiled, {formula} by '
-    'formula, which the times above follow.'
+    f'\nReading and writing outside of matrix kernels: {compiled} as compiled, which the times '
+    f'above follow in the proportions of the formulas; {formula} by formula.'
   )
 
 
@@ -389,6 +388,7 @@ def prediction_json(p: Prediction) -> JsonObject:
     'flops_per_gpu': p.flops_per_gpu,
     'peak_flops': p.peak_flops,
     'elementwise_bytes': p.elementwise_bytes,
+    'formula_elementwise_bytes': p.formula_elementwise_bytes,
     'mfu': p.mfu,
     'total_steps': p.total_steps,
     'total_tokens': p.total_tokens,

@@ -29,6 +29,7 @@ def test_measured_shares_replace_the_defaults(tmp_path):
       {'what': 'matmul', 'precision': 'bfloat16', 'size': 4096, 'tflops': 494.7},
       {'what': 'matmul', 'precision': 'bfloat16', 'size': 8192, 'tflops': 692.58},
       {'what': 'matmul', 'precision': 'fp8', 'tflops': 1900.0, 'is_fp8_gemm': False},
+      {'what': 'matmul', 'precision': 'fp8', 'tflops': 1385.23, 'is_fp8_gemm': True},
       {'what': 'copy', 'gigabytes_per_second': 2849.472},
       {
         'backend': 'tokamax mosaic_gpu',
@@ -48,6 +49,7 @@ def test_measured_shares_replace_the_defaults(tmp_path):
   calibration = read(path)
   assert calibration.values == {
     'gemm_efficiency': pytest.approx(0.7),
+    'fp8_gemm_efficiency': pytest.approx(0.7, rel=1e-4),
     'memory_efficiency': pytest.approx(0.85),
     'mosaic_efficiency': pytest.approx(0.4),
   }

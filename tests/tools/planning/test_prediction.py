@@ -30,7 +30,12 @@ from t5x_gpu.tools.planning.formulas.traffic import (
   compiled_traffic,
   formula_traffic,
 )
-from t5x_gpu.tools.planning.formulas.work import Work, step_work
+from t5x_gpu.tools.planning.formulas.work import (
+  Work,
+  elementwise_bytes,
+  step_work,
+  with_elementwise_bytes,
+)
 from t5x_gpu.tools.planning.gpu_targets import TARGETS, find_target
 from t5x_gpu.tools.planning.prediction import predict
 from t5x_gpu.training.program import build_program
@@ -96,6 +101,17 @@ def test_a_step_by_hand():
   assert fsdp.exposed_seconds == pytest.approx(0.05, rel=1e-4)
   assert time.bubble_seconds == pytest.approx(0.2 * 0.2 / 0.8)
   assert time.seconds == pytest.approx(0.2 + 0.02 + 0.1 + 0.05 + 0.05, rel=1e-4)
+
+
+def test_compiled_bytes_take_the_proportions_of_the_formulas():
+  dense = Work(part='attention', kind='attention', flops=1e9, num_bytes=1e9, backend='dense')
+  norms = Work(part='norms', kind='memory', num_bytes=3e9, recomputed_bytes=1e9)
+  formula = [GEMM, dense, norms]
+  assert elementwise_bytes(formula) == 4e9
+  gemm, *others = with_elementwise_bytes(formula, 2e9)
+  assert gemm == GEMM
+  assert [w.num_bytes for w in others] == [0.5e9, 1.5e9]
+  assert [w.recomputed_bytes for w in others] == [0, 0.5e9]
 
 
 def test_hidden_time_is_at_most_that_of_matrix_kernels():
@@ -214,6 +230,15 @@ TRAFFIC_OF = {
   'decoder_base 3d h100 1x8': 0.025,
   'decoder_base 3d h100 1x8 fp8': 0.04,  # XLA all-reduces what it scatters in bfloat16
 }
+# Bytes that elementwise kernels read and write. With four microbatches, the relative bias is
+# computed four times, which counts in a small model. Compiled, ticks of a pipeline without work
+# count, too.
+ELEMENTWISE = 0.14
+ELEMENTWISE_OF = {
+  'decoder_base fsdp h100 1x8 by microbatch': 0.25,
+  'decoder_base 3d h100 1x8': 0.27,
+  'decoder_base 3d h100 1x8 fp8': 0.27,
+}
 # Of one step, compiled for GPUs, and by formula (tests/aot/cases.py and recorded.json).
 PREDICT = """
 import json, sys
@@ -228,7 +253,7 @@ def case_named(name):
 
 
 def by_formula(case, devices):
-  """Returns bytes of the arguments, the batch among them, all bytes, and those sent by axes."""
+  """Returns bytes: arguments, the batch among them, all, elementwise kernels', sent by axes."""
   config = case.config()
   topology = Topology(case.hosts, case.gpus_per_host)
   p = build_program(config, topology=topology, devices=devices[: topology.num_devices])
@@ -239,15 +264,20 @@ def by_formula(case, devices):
     in_branch = p.layout.pipeline and s.axes == ('model',)
     sent['+'.join(s.axes)] += s.num_bytes / (busy_share(p) if in_branch else 1.0)
   use = prediction.memory
-  return use.argument_bytes, use.components[step_memory.BATCH], use.formula_bytes, sent
+  batch, moved = use.components[step_memory.BATCH], prediction.formula_elementwise_bytes
+  return use.argument_bytes, batch, use.formula_bytes, moved, sent
 
 
-def check_formulas(case, argument_bytes, batch_bytes, formula_bytes, sent):
+def check_formulas(case, argument_bytes, batch_bytes, formula_bytes, elementwise_bytes, sent):
   recorded = RECORDED['0.10.2'][case.name]
   # Compiled, a step drops the features of the batch that it does not read.
   assert argument_bytes == pytest.approx(recorded['argument_bytes'], abs=batch_bytes)
   compiled = sum(recorded[f'{part}_bytes'] for part in ('argument', 'temporary', 'output'))
   assert formula_bytes == pytest.approx(compiled, rel=MEMORY_OF.get(case.name, MEMORY))
+  if 'moe' not in case.model:  # experts' tokens that are sorted are not counted
+    assert elementwise_bytes == pytest.approx(
+      recorded['traffic']['other_bytes'], rel=ELEMENTWISE_OF.get(case.name, ELEMENTWISE)
+    )
   compiled_sent = collections.Counter()
   for row, counts in recorded['sent'].items():
     compiled_sent[row.split()[1]] += counts['bytes']

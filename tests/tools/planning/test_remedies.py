@@ -171,7 +171,7 @@ def test_what_accumulating_by_layer_costs_is_said_with_a_faster_setting(planner)
   run = written(case, found.change)
   assert run.partitioner.accumulate_by == 'microbatch' and run.num_microbatches == 16
   after = planner.by_formula(run, topology)
-  assert after.memory.fits and after.tokens_per_second > 1.2 * before.tokens_per_second
+  assert after.memory.fits and after.tokens_per_second > 1.05 * before.tokens_per_second
   assert remedies.faster_accumulation(run, topology, after, **of_run) == ([], '')
 
 

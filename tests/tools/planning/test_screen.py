@@ -96,11 +96,10 @@ def test_the_hidden_shares_of_the_mesh_are_shown(t5):
 
 def test_what_a_compiled_step_reads_and_writes_is_next_to_the_formula(t5):
   assert screen.elementwise_line(t5) == '', 'not compiled'
-  compiled = dataclasses.replace(t5, elementwise_bytes=4_500_000_000)
   by_formula = sum(part.num_bytes for part in t5.time.parts if part.kind == 'memory')
+  assert t5.formula_elementwise_bytes == int(by_formula)
+  compiled = dataclasses.replace(t5, elementwise_bytes=4_500_000_000)
   line = screen.elementwise_line(compiled)
-  assert (
-    '4.5 GB (1.68 ms) as compiled' in line
-    and f'({screen.seconds(by_formula / 0.8 / 3.35232e12)})' in line
-  )
+  assert '4.5 GB (1.68 ms) as compiled' in line
+  assert f'({screen.seconds(by_formula / 0.8 / 3.35232e12)}) by formula' in line
   assert line in screen.tables(compiled)

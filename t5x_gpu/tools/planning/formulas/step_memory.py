@@ -176,25 +176,28 @@ def _width(shape: StepShape, c: TransformerConfig) -> tuple[float, float, float]
   return residual, heads, hidden
 
 
-def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
-  """Returns the bytes that the layers of a stack keep for the backward pass."""
+def kept_features(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
+  """Returns the features per token that a layer of a stack keeps for the backward pass."""
   residual, heads, hidden = _width(shape, c)
   inputs, blocks = len(c.mlp_activations), 3 if stack.cross_length else 2
   queries = c.num_heads / shape.model * c.head_dim
   matmuls = (blocks - 1) * (heads + residual) + inputs * hidden
-  width = {
+  return {
     'full': residual,
     'offload': 0.0,
     'minimal': residual + matmuls,
     'dots': residual + matmuls + (blocks - 1) * queries,
     'none': _all_of_a_layer(c, residual, heads, queries, hidden, blocks, stack.has_loop),
   }[shape.keeps]
-  tokens = shape.tokens(stack)
+
+
+def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
+  """Returns the bytes that the layers of a stack keep for the backward pass."""
+  width, tokens = kept_features(shape, c, stack), shape.tokens(stack)
   pipeline = program.layout.pipeline
   if pipeline:
-    of_microbatch = tokens / pipeline.num_microbatches
-    kept = pipeline.kept_inputs * of_microbatch * residual
-    return shape.item_bytes * (kept + stack.num_layers * of_microbatch * residual)
+    of_microbatch = shape.item_bytes * width * tokens / pipeline.num_microbatches
+    return (pipeline.kept_inputs + stack.num_layers) * of_microbatch
   if shape.keeps != 'full' and shape.passes > 1:
     tokens /= shape.passes
   bytes_ = shape.item_bytes * stack.num_layers * tokens * width

@@ -6,15 +6,17 @@ products; each of their arrays is read and written once, as XLA fuses them.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import seen_keys, step_flops
 from t5x_gpu.models.model import Model
+from t5x_gpu.tools.planning.formulas import elementwise
 from t5x_gpu.tools.planning.formulas.step_shape import StackShape, StepShape
-from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes
+from t5x_gpu.training.program import Program
 
 ATTENTION_PROJECTIONS = 'attention projections'
 ATTENTION = 'attention'
@@ -22,6 +24,8 @@ MLP = 'MLP'
 EXPERTS = 'experts'
 LOGITS = 'logits and loss'
 ELEMENTWISE = 'norms, activations, residuals'
+STORED = 'stored activations'
+CONVERSIONS = 'conversions to FP8'
 EMBEDDING = 'embedding'
 WEIGHTS_AND_GRADIENTS = 'weights and gradients'
 OPTIMIZER = 'optimizer'
@@ -72,6 +76,28 @@ def step_work(shape: StepShape, program: Program, model: Model) -> list[Work]:
   return [*found, *_update(program, shape)]
 
 
+def elementwise_bytes(work: Sequence[Work]) -> float:
+  """Returns the bytes of all kernels but matrix products and attention kernels."""
+  return math.fsum(w.num_bytes for w in work if _is_elementwise(w))
+
+
+def with_elementwise_bytes(work: Sequence[Work], num_bytes: float) -> list[Work]:
+  """Returns `work` with `num_bytes` as `elementwise_bytes`, in the proportions of the formulas."""
+  ratio = num_bytes / (elementwise_bytes(work) or 1.0)
+  return [
+    dataclasses.replace(
+      w, num_bytes=ratio * w.num_bytes, recomputed_bytes=ratio * w.recomputed_bytes
+    )
+    if _is_elementwise(w)
+    else w
+    for w in work
+  ]
+
+
+def _is_elementwise(w: Work) -> bool:
+  return w.kind in ('memory', 'attention')  # attention kernels have no bytes of their own
+
+
 def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterator[Work]:
   """Yields the work of the layers of a stack."""
   queries, keys = c.num_heads * c.head_dim // shape.model, c.kv_heads * c.head_dim
@@ -89,33 +115,22 @@ def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterat
     yield from _gemms(shape, stack, ATTENTION_PROJECTIONS, of_encoder, of_keys)
   yield from _attention(shape, c, stack)
   yield from _mlp(shape, c, stack, tokens)
-  split = shape.model if shape.sequence_parallel else 1
-  of_residual = _BLOCK_PASSES * c.embed_dim * (3 if stack.cross_length else 2) / split
-  of_heads = _HEAD_PASSES * (queries + keys)
-  hidden = c.mlp_dim // shape.model * (c.num_experts_per_token if c.num_experts else 1)
-  forward, backward = (
-    shape.item_bytes
-    * tokens
-    * stack.num_layers
-    * (of_residual + of_heads + passes * len(c.mlp_activations) * hidden)
-    for passes in (_MLP_FORWARD, _MLP_BACKWARD)
-  )
-  again = forward if shape.recomputes == 'layers' else 0.0
+  moved = elementwise.of_layers(shape, c, stack)
+  repeats = 1 + shape.references
+  runs = stack.num_layers * shape.passes
   yield Work(
     part=ELEMENTWISE,
     kind='memory',
-    num_bytes=(1 + shape.references) * forward + backward + again,
-    recomputed_bytes=again,
-    runs=stack.num_layers * shape.passes * (12 * (1 + shape.references + bool(again)) + 18),
+    num_bytes=moved.total + shape.references * moved.forward,
+    recomputed_bytes=moved.again if shape.recomputes else 0.0,
+    runs=runs * (12 * (repeats + bool(moved.again)) + 18),
   )
-
-
-# Array reads and writes: of the residual stream by a block's norm and sum, of queries and keys by
-# rotary positions or their scale, of an MLP's hidden features (relative to its inputs).
-_BLOCK_PASSES = 4
-_HEAD_PASSES = 2
-_MLP_FORWARD = 1.5
-_MLP_BACKWARD = 2.5
+  for part, num_bytes in (
+    (STORED, elementwise.of_stacks(shape, c, stack)),
+    (CONVERSIONS, elementwise.of_conversions(shape, c, stack)),
+  ):
+    if num_bytes:
+      yield Work(part=part, kind='memory', num_bytes=num_bytes, runs=12 * runs)
 
 
 def _gemms(
@@ -211,12 +226,10 @@ def _pairs(c: TransformerConfig, queries: int, keys: int, *, causal: bool) -> fl
 
 def _ends(shape: StepShape, c: TransformerConfig) -> Iterator[Work]:
   """Yields the work outside of the layers: embedding, logits and loss."""
-  embedded = sum(shape.tokens(stack) for stack in shape.stacks) * c.embed_dim
   yield Work(
     part=EMBEDDING,
     kind='memory',
-    # Rows are read and written; their gradients are added to the table in float32.
-    num_bytes=embedded * (4 + shape.item_bytes + 3 * 4),
+    num_bytes=elementwise.of_embedding(shape, c),
     runs=4 * shape.passes,
     in_layers=False,
   )
@@ -231,16 +244,16 @@ def _ends(shape: StepShape, c: TransformerConfig) -> Iterator[Work]:
     kind='gemm',
     flops=times * forward,
     runs=times * chunks,
-    num_bytes=times * 2.0 * (tokens * (c.embed_dim + columns) + chunks * c.embed_dim * columns),
+    # Each chunk adds to the gradient of the kernel, in float32.
+    num_bytes=times * 2.0 * (tokens * (c.embed_dim + columns) + chunks * c.embed_dim * columns)
+    + 8.0 * chunks * c.embed_dim * columns,
     size=(max(tokens // chunks, 1), c.embed_dim, columns),
     in_layers=False,
   )
-  # Logits in float32 are written once, read for their statistics and for the gradient, which is
-  # written; each chunk reads and writes the gradient of the kernel.
   yield Work(
     part=LOGITS,
     kind='memory',
-    num_bytes=3.0 * 4 * tokens * columns + 8.0 * chunks * c.embed_dim * columns,
+    num_bytes=elementwise.of_logits(tokens, columns),
     runs=6 * chunks,
     in_layers=False,
   )
@@ -248,30 +261,17 @@ def _ends(shape: StepShape, c: TransformerConfig) -> Iterator[Work]:
 
 def _update(program: Program, shape: StepShape) -> Iterator[Work]:
   """Yields the conversion of weights, the accumulation of gradients, and the optimizer."""
-  state, layout = program.abstract_state, program.layout
-  params, opt_state = bytes_per_device(state.params), bytes_per_device(state.opt_state)
-  ways = layout.mesh.shape['fsdp'] if layout.zero_stage == 3 else 1
-  whole = params * ways
-  gradients = gradient_bytes(program, layout.rules.state)
-  passes = (
-    1 if layout.accumulate_by == 'layer' and layout.zero_stage > 1 and ways > 1 else (shape.passes)
-  )
-  # Parameters are read in float32 and written in the compute dtype, forward and backward. A
-  # gradient is written whole in float32, then read to be reduced or added.
-  converted = 2 * (params + (whole + whole / 2) / 2)
   yield Work(
     part=WEIGHTS_AND_GRADIENTS,
     kind='memory',
-    num_bytes=converted + 2.0 * whole * passes,
-    runs=2 * passes,
+    num_bytes=elementwise.of_weights(program, shape),
+    runs=2 * (1 if shape.by_layer else shape.passes),
     in_layers=False,
   )
-  update = program.num_trained / max(program.num_params, 1)
   yield Work(
     part=OPTIMIZER,
     kind='memory',
-    # Gradients are read for their norm and for the update.
-    num_bytes=2.0 * gradients + 2.0 * opt_state + 2.0 * params * update,
-    runs=2 * len(jax.tree.leaves(state.params)),
+    num_bytes=elementwise.of_optimizer(program),
+    runs=2 * len(jax.tree.leaves(program.abstract_state.params)),
     in_layers=False,
   )

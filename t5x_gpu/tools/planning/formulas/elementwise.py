@@ -1,0 +1,158 @@
+"""What kernels other than matmuls and attention read and write on one device in a step.
+
+A fused kernel reads and writes whole arrays. How often it does was counted in steps compiled for
+GPUs (tests/aot/recorded.json), and is a constant here; sizes follow from the model and the layout.
+"""
+
+import dataclasses
+
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.runtime.xla.presets import LARGE_LAYER_BYTES
+from t5x_gpu.tools.planning.formulas.step_memory import kept_features
+from t5x_gpu.tools.planning.formulas.step_shape import StackShape, StepShape
+from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes, layer_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+  """How often the kernels of a step read or write an array, or the bytes of all these passes.
+
+  Attributes:
+    forward, backward: in the forward and the backward pass.
+    again: in the backward pass, for parts of the forward pass that it repeats.
+  """
+
+  forward: float = 0.0
+  backward: float = 0.0
+  again: float = 0.0
+
+  def __add__(self, other: 'Passes') -> 'Passes':
+    return Passes(*map(sum, zip(dataclasses.astuple(self), dataclasses.astuple(other))))
+
+  def __mul__(self, factor: float) -> 'Passes':
+    return Passes(*(factor * number for number in dataclasses.astuple(self)))
+
+  @property
+  def total(self) -> float:
+    return self.forward + self.backward + self.again
+
+
+# Of the residual stream: by the sum and the norm of a block, by its second norm, and what a
+# LayerNorm, which has two sums, adds to an RMSNorm.
+_BLOCK, _SECOND_NORM, _LAYER_NORM = Passes(3.5, 9.5, 3.5), Passes(1, 6, 1), Passes(0, 2, 0)
+# Of the residual stream gathered over `model`: by the gathers, and the sums before it is scattered.
+_GATHERED = Passes(2, 4, 2)
+# Of queries and keys: by rotary positions, by their norms, and by the sums over the query heads
+# that share a key.
+_ROTARY, _HEAD_NORM, _GROUPED = Passes(2, 3.6, 2), Passes(2, 4, 2), Passes(0, 2, 0)
+# Of an MLP's hidden features: by an activation with one input, by one with a gate, and what XLA's
+# second kernel for the gradient of GELU adds.
+_ACTIVATION, _GATED, _GELU = Passes(2, 3, 2), Passes(3, 5, 1), Passes(0, 2, 0)
+# Of queries, keys and values with a bias; and of all results with one, by the sum of its gradient.
+_BIASED_HEADS, _BIAS = Passes(2, 0, 2), Passes(0, 1, 0)
+# Of what layers keep for the backward pass, by the stacks of a loop: zeros, copies in and out.
+_STACK = 4.4
+# Bytes per parameter: to convert it; to write its gradient into the stack of all layers; to add a
+# microbatch's gradient; and of all this in a tick of a pipeline, which converts it three times.
+_CONVERTED, _GRADIENT, _ADDED, _WEIGHTS_OF_TICK = 6.0, 6.0, 12.0, 40.0
+# Of an operand in 16 bits, by the largest value and the conversion to 8 bits.
+_CONVERSION = 2.3
+
+
+def of_layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Passes:
+  """Returns the bytes of norms, residuals, activations, rotary positions and biases of a stack."""
+  residual, queries, keys, hidden = _features(shape, c)
+  blocks, inputs = 3 if stack.cross_length else 2, len(c.mlp_activations)
+  has_bias = c.attention_bias != 'none'
+  norm = _BLOCK + _SECOND_NORM * (c.norm_position == 'sandwich') + _LAYER_NORM * (c.norm == 'layer')
+  heads = _ROTARY * any(c.rope_of_layers) + _HEAD_NORM * c.qk_norm + _GROUPED * (keys < queries)
+  mlp = _GATED if inputs > 1 else _ACTIVATION
+  mlp += _GELU * any('gelu' in name for name in c.mlp_activations)
+  biased = (queries + 2 * keys) * has_bias + residual * (c.attention_bias == 'all')
+  biased += (inputs * hidden + residual) * c.mlp_bias
+  of_token = (
+    norm * (blocks * residual)
+    + heads * (queries + keys)
+    + mlp * hidden
+    + _BIASED_HEADS * ((queries + 2 * keys) * has_bias)
+    + _BIAS * biased
+    + _GATHERED * (c.embed_dim * shape.sequence_parallel)
+  )
+  tokens = shape.tokens(stack) * stack.num_layers
+  sums = Passes()
+  if c.relative_bias != 'none' and stack.attention not in ('dense', 'chunked'):
+    # The kernel's gradient of the bias has all rows, in float32.
+    pairs = shape.tokens(stack) * stack.length * stack.num_layers
+    sums = Passes(0, 4.0 * pairs * c.num_heads / shape.model, 0)
+  found = of_token * (shape.item_bytes * tokens) + sums
+  return dataclasses.replace(found, again=found.again if shape.keeps != 'none' else 0.0)
+
+
+def of_stacks(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
+  """Returns the bytes of the arrays that a loop over layers keeps for the backward pass."""
+  if not stack.has_loop:
+    return 0.0
+  if shape.stage > 1:  # a tick keeps what the backward pass of its microbatch reads
+    shape = dataclasses.replace(shape, keeps=c.remat_policy)
+  tokens = shape.tokens(stack) * stack.num_layers
+  return _STACK * shape.item_bytes * tokens * kept_features(shape, c, stack)
+
+
+def of_conversions(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
+  """Returns the bytes of conversions to FP8: of inputs twice, and of gradients."""
+  if not c.fp8:
+    return 0.0
+  residual, queries, keys, hidden = _features(shape, c)
+  blocks = 3 if stack.cross_length else 2
+  inputs = blocks * residual + (blocks - 1) * queries + hidden
+  gradients = blocks * residual + (blocks - 1) * (queries + 2 * keys)
+  gradients += len(c.mlp_activations) * hidden
+  tokens = shape.tokens(stack) * stack.num_layers
+  return _CONVERSION * shape.item_bytes * tokens * (2 * inputs + gradients)
+
+
+def _features(shape: StepShape, c: TransformerConfig) -> tuple[float, float, float, float]:
+  """Returns features per token on one device: residual stream, queries, keys, MLP's hidden."""
+  residual = c.embed_dim / (shape.model if shape.sequence_parallel else 1)
+  queries = c.num_heads * c.head_dim / shape.model
+  keys = c.kv_heads * c.head_dim / min(shape.model, c.kv_heads)
+  hidden = c.mlp_dim / shape.model * (c.num_experts_per_token if c.num_experts else 1)
+  return residual, queries, keys, hidden
+
+
+def of_logits(tokens: float, columns: float) -> float:
+  """Returns the bytes of the loss: float32 logits read twice, their gradient in bfloat16."""
+  return 10.0 * tokens * columns
+
+
+def of_embedding(shape: StepShape, c: TransformerConfig) -> float:
+  """Returns the bytes of rows, read and written; of their gradients, added in float32."""
+  embedded = sum(shape.tokens(stack) for stack in shape.stacks) * c.embed_dim
+  return embedded * (4 + shape.item_bytes + 3 * 4)
+
+
+def of_weights(program: Program, shape: StepShape) -> float:
+  """Returns the bytes of weights converted for the matmuls, and of gradients for the optimizer."""
+  layout = program.layout
+  held = bytes_per_device(program.abstract_state.params) / 4
+  gathers = layout.mesh.shape['fsdp'] > 1 and layout.zero_stage == 3
+  passes = 1 if shape.by_layer else shape.passes
+  if layout.pipeline:
+    return _WEIGHTS_OF_TICK * held * passes
+  of_parameter = _CONVERTED + _GRADIENT + _ADDED * (passes > 1)
+  of_parameter += _CONVERTED * (gathers or shape.recomputes == 'layers')
+  found = of_parameter * held * passes
+  if gathers and layout.region.layers_ahead and layer_bytes(program) < LARGE_LAYER_BYTES:
+    # Without double buffering, each iteration copies the layer's gathered weights.
+    layers = sum(stack.num_layers for stack in shape.stacks if stack.has_loop)
+    found += 8.0 * layer_bytes(program) * layers / len(shape.stacks) * passes
+  return found
+
+
+def of_optimizer(program: Program) -> float:
+  """Returns the bytes of the update, and of the norms of gradients and parameters."""
+  state = program.abstract_state
+  params, opt_state = bytes_per_device(state.params), bytes_per_device(state.opt_state)
+  gradients = gradient_bytes(program, program.layout.rules.state)
+  trained = program.num_trained / max(program.num_params, 1)
+  return 1.5 * gradients + 2.0 * opt_state + 3.0 * params * trained
