@@ -25,7 +25,7 @@ from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
 from t5x_gpu.layers.fp8 import is_quantized
 from t5x_gpu.models.losses import Sums, averaged_per_sequence, checked_sums
-from t5x_gpu.models.model import PIECES, Model, compute_dtype, fp8_scaling_of, is_layered
+from t5x_gpu.models.model import PIECES, Model, compute_dtype, config_of, fp8_scaling_of, is_layered
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
@@ -438,6 +438,11 @@ def breadth_first_loss(
       layers = in_8_bits(layers, scaling)
     part, _ = jax.lax.scan(body, member_of(x, stacks, stack), (layers, jnp.arange(count)))
     x = with_member(x, stacks, stack, part)
+  config = config_of(model)
+  if config is not None and config.loss_chunks is None:
+    # The loss limits its logits itself, and computes its gradients in the forward pass.
+    x = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
+    return checked_sums(model.head(rest, x, batch, dropout_key=dropout_key), model)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
   return jax.tree.map(lambda s: s.sum(0), sums)
 

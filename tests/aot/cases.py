@@ -119,6 +119,8 @@ CASES = (
     ),
     label='by microbatch',
   ),
+  # The default: one layer after the other.
+  _llama('fsdp', 'NUM_MICROBATCHES = 4', rows=64, label='by layer'),
   # Precision.
   _llama('fsdp', "PRECISION = 'fp8'", label='fp8'),
   _llama('fsdp', "PRECISION = 'fp8'", model='llama3_8b', label='fp8'),

@@ -52,9 +52,12 @@ _ACTIVATION, _GATED, _GELU = Passes(2, 3, 2), Passes(3, 5, 1), Passes(0, 2, 0)
 _BIASED_HEADS, _BIAS = Passes(2, 0, 2), Passes(0, 1, 0)
 # Of what layers keep for the backward pass, by the stacks of a loop: zeros, copies in and out.
 _STACK = 4.4
+# Of a layer's inputs, outputs and their gradients, by the loop over the microbatches of a layer.
+_MICROBATCH = 10.0
 # Bytes per parameter: to convert it; to write its gradient into the stack of all layers; to add a
-# microbatch's gradient; and of all this in a tick of a pipeline, which converts it three times.
-_CONVERTED, _GRADIENT, _ADDED, _WEIGHTS_OF_TICK = 6.0, 6.0, 12.0, 40.0
+# microbatch's gradient; to copy it, gathered, forward and backward; and of all this in a tick of a
+# pipeline, which converts it three times.
+_CONVERTED, _GRADIENT, _ADDED, _COPIED, _WEIGHTS_OF_TICK = 6.0, 6.0, 12.0, 16.0, 40.0
 # Of an operand in 16 bits, by the largest value and the conversion to 8 bits.
 _CONVERSION = 2.3
 
@@ -95,7 +98,10 @@ def of_stacks(shape: StepShape, c: TransformerConfig, stack: StackShape) -> floa
   if shape.stage > 1:  # a tick keeps what the backward pass of its microbatch reads
     shape = dataclasses.replace(shape, keeps=c.remat_policy)
   tokens = shape.tokens(stack) * stack.num_layers
-  return _STACK * shape.item_bytes * tokens * kept_features(shape, c, stack)
+  found = _STACK * kept_features(shape, c, stack)
+  if shape.by_layer:  # each layer takes its microbatches out of an array of all
+    found += _MICROBATCH * c.embed_dim
+  return shape.item_bytes * tokens * found
 
 
 def of_conversions(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
@@ -139,13 +145,16 @@ def of_weights(program: Program, shape: StepShape) -> float:
   passes = 1 if shape.by_layer else shape.passes
   if layout.pipeline:
     return _WEIGHTS_OF_TICK * held * passes
+  layers = sum(stack.num_layers for stack in shape.stacks if stack.has_loop)
+  of_layers = layer_bytes(program) / 2 * layers / max(len(shape.stacks), 1)
   of_parameter = _CONVERTED + _GRADIENT + _ADDED * (passes > 1)
   of_parameter += _CONVERTED * (gathers or shape.recomputes == 'layers')
   found = of_parameter * held * passes
   if gathers and layout.region.layers_ahead and layer_bytes(program) < LARGE_LAYER_BYTES:
     # Without double buffering, each iteration copies the layer's gathered weights.
-    layers = sum(stack.num_layers for stack in shape.stacks if stack.has_loop)
-    found += 8.0 * layer_bytes(program) * layers / len(shape.stacks) * passes
+    found += _COPIED * of_layers * passes
+  if shape.by_layer:  # weights in float32 are converted for each microbatch, forward and backward
+    found += 2 * _CONVERTED * of_layers * shape.passes
   return found
 
 

@@ -284,7 +284,7 @@ def _head(program: Program, shape: StepShape, c: TransformerConfig) -> tuple[int
   """Returns (logits of one chunk with their gradient, the head's kernel and its gradient)."""
   if not shape.num_outcomes:
     return 0, 0
-  tokens = shape.head_rows / shape.passes * shape.head_length
+  tokens = shape.head_rows / shape.head_passes * shape.head_length
   columns = shape.num_outcomes / shape.model
   logits = 2.5 * 4 * tokens * columns / max(shape.loss_chunks, 1)
   split = program.layout.mesh.shape['fsdp'] > 1  # a whole gradient in addition to the stored part

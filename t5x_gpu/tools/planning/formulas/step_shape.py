@@ -55,6 +55,7 @@ class StepShape:
     stacks: the model's layers; () without a config.
     rows: rows of this device in a step.
     passes: parts in which the rows go through a layer: microbatches times pipeline microbatches.
+    head_passes: parts in which the rows go through the head.
     model, context, stage: sizes of these mesh axes.
     recomputes: what the backward pass recomputes: '', 'attention', or 'layers'.
     keeps: `remat_policy` that decides what is stored.
@@ -73,6 +74,7 @@ class StepShape:
   stacks: tuple[StackShape, ...]
   rows: int
   passes: int
+  head_passes: int
   model: int
   context: int
   stage: int
@@ -121,12 +123,13 @@ def step_shape(
   head_rows = rows
   if pipeline and pipeline.schedule != '1f1b':
     head_rows = math.ceil(rows / mesh['stage'])
+  head_passes = 1 if by_layer and config is not None and config.loss_chunks is None else passes
   token_logits = config is not None and not encodes_texts(model)
   chunks = 0
   if token_logits:
     chunks = num_loss_chunks(
       config,
-      max(head_rows // passes, 1),
+      max(head_rows // head_passes, 1),
       stacks[-1].length // mesh['context'],
       vocab_parts=mesh['model'],
     )
@@ -135,6 +138,7 @@ def step_shape(
     stacks=stacks,
     rows=rows,
     passes=passes,
+    head_passes=head_passes,
     model=mesh['model'],
     context=mesh['context'],
     stage=mesh['stage'],

@@ -238,7 +238,7 @@ def _ends(shape: StepShape, c: TransformerConfig) -> Iterator[Work]:
   tokens = shape.head_rows * shape.head_length
   columns = shape.num_outcomes // shape.model
   forward = 2.0 * tokens * c.embed_dim * columns
-  chunks, times = max(shape.loss_chunks, 1) * shape.passes, 3 + shape.references
+  chunks, times = max(shape.loss_chunks, 1) * shape.head_passes, 3 + shape.references
   yield Work(
     part=LOGITS,
     kind='gemm',
