@@ -133,7 +133,7 @@ def predicted(run: Run, *, dry_run: bool) -> Prediction:
 
 
 def row(run: Run, prediction: Prediction) -> dict[str, object]:
-  """Returns the figures of a prediction beside the measured one."""
+  """Returns the figures of a prediction, and the measured one."""
   rate = prediction.tokens_per_second / prediction.num_gpus
   if run.unit == TFLOPS:
     rate = prediction.flops_per_gpu / 1e12

@@ -37,28 +37,29 @@ class Passes:
     return self.forward + self.backward + self.again
 
 
-# Of the residual stream: by the sum and the norm of a block, by its second norm, and what a
-# LayerNorm, which has two sums, adds to an RMSNorm.
+# Passes over the residual stream by the sum and the norm of a block, by its second norm, and by the
+# second sum of a LayerNorm.
 _BLOCK, _SECOND_NORM, _LAYER_NORM = Passes(3.5, 9.5, 3.5), Passes(1, 6, 1), Passes(0, 2, 0)
-# Of the residual stream gathered over `model`: by the gathers, and the sums before it is scattered.
+# Passes over the residual stream gathered over `model`: gathers, and sums before it is scattered.
 _GATHERED = Passes(2, 4, 2)
-# Of queries and keys: by rotary positions, by their norms, and by the sums over the query heads
-# that share a key.
+# Passes over queries and keys by rotary positions, by their norms, and by the sums over the query
+# heads that share a key.
 _ROTARY, _HEAD_NORM, _GROUPED = Passes(2, 3.6, 2), Passes(2, 4, 2), Passes(0, 2, 0)
-# Of an MLP's hidden features: by an activation with one input, by one with a gate, and what XLA's
-# second kernel for the gradient of GELU adds.
+# Passes over an MLP's hidden features by an activation with one input, by one with a gate, and by
+# XLA's second kernel for the gradient of GELU.
 _ACTIVATION, _GATED, _GELU = Passes(2, 3, 2), Passes(3, 5, 1), Passes(0, 2, 0)
-# Of queries, keys and values with a bias; and of all results with one, by the sum of its gradient.
+# Passes over queries, keys and values with a bias; and over all results with one, by the sum of its
+# gradient.
 _BIASED_HEADS, _BIAS = Passes(2, 0, 2), Passes(0, 1, 0)
-# Of what layers keep for the backward pass, by the stacks of a loop: zeros, copies in and out.
+# Passes over what layers keep for the backward pass, by a loop's stacks: zeros, copies in and out.
 _STACK = 4.4
-# Of a layer's inputs, outputs and their gradients, by the loop over the microbatches of a layer.
+# Passes over a layer's inputs, outputs and their gradients by its loop over microbatches.
 _MICROBATCH = 10.0
 # Bytes per parameter: to convert it; to write its gradient into the stack of all layers; to add a
 # microbatch's gradient; to copy it, gathered, forward and backward; and of all this in a tick of a
 # pipeline, which converts it three times.
 _CONVERTED, _GRADIENT, _ADDED, _COPIED, _WEIGHTS_OF_TICK = 6.0, 6.0, 12.0, 16.0, 40.0
-# Of an operand in 16 bits, by the largest value and the conversion to 8 bits.
+# Passes over an operand in 16 bits by its largest value and its conversion to 8 bits.
 _CONVERSION = 2.3
 
 
