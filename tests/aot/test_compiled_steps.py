@@ -37,6 +37,8 @@ ON_EACH_VERSION = (
   'decoder_base zero1 h100 1x8',
   'decoder_base fsdp h100 1x8',
   'decoder_base fsdp b200 1x8',
+  'llama3_2_1b fsdp h100 1x8',
+  'llama3_8b fsdp h100 1x8',
 )
 
 
