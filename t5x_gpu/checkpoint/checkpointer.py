@@ -15,8 +15,9 @@ import logging
 import math
 import os
 import pathlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Optional, Self
+from typing import Any, Optional, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -27,6 +28,7 @@ from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier, check_local_settings
 from t5x_gpu.checkpoint.manifest import Manifest, describe_arrays, sealed
 from t5x_gpu.checkpoint.model_dir import (
+  CUT_SHORT,
   UNREADABLE,
   ModelDir,
   as_model_dir,
@@ -213,6 +215,9 @@ class BaseCheckpointer(abc.ABC):
         step,
       )
     self.files = RunFiles(model_dir.path, is_main=self._is_main)
+    # In the names of uncommitted files: a process of an earlier start that was suspended while it
+    # wrote a checkpoint may continue while this start saves the same step.
+    self._start: str = distributed.broadcast_json(f'{secrets.randbelow(10**16):016}')
     with distributed.errors_together():
       for step in model_dir.steps if keep.best else ():
         if is_dangling(model_dir.checkpoint(step)):  # an older one does not matter
@@ -527,6 +532,11 @@ class Checkpointer(BaseCheckpointer):
 
     class Unfinished(ocp.path.atomicity.AtomicRenameTemporaryPath):
       """The folder that Orbax writes. A thread of process 0 finalizes it, after the last write."""
+
+      @classmethod
+      def from_final(cls, final_path: epath.Path, **options: Any) -> Self:
+        name = f'{final_path.name}{CUT_SHORT}-{checkpointer._start}'
+        return cls(final_path.with_name(name), final_path, **options)
 
       async def finalize(self) -> None:
         check_written(pathlib.Path(self.get()) / 'state')

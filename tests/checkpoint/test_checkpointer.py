@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import shutil
 import time
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from etils import epath
 
 from t5x_gpu.checkpoint import checkpointer as checkpointer_lib
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
@@ -18,7 +21,7 @@ from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import check_array_files, newest_complete
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
-from t5x_gpu.checkpoint.store import read_state
+from t5x_gpu.checkpoint.store import read_state, spec_of
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.training.state import TrainState
 from tests.checkpoint.test_run_lock import lock_of
@@ -464,6 +467,37 @@ def test_a_save_that_another_run_has_overtaken_commits_nothing(tmp_path, monkeyp
     save(checkpointer, 2, new_state(2))
     checkpointer.wait()
   assert (folder / 'checkpoint_1').is_dir() and not (folder / 'checkpoint_2').exists()
+
+
+def test_a_write_of_an_older_start_is_not_in_the_save_of_the_same_step(tmp_path, monkeypatch):
+  folder = folder_with(tmp_path, 1)
+  older = Checkpointer(str(folder))  # its processes are suspended while they write step 2
+  theirs = pathlib.Path(older._orbax.get_temporary_path(epath.Path(folder / 'checkpoint_2')).get())
+  merge = ocp.PyTreeCheckpointHandler.finalize
+
+  def resume_and_merge(handler, state) -> None:  # all processes of the new start have written
+    written = theirs / pathlib.Path(state).name / 'ocdbt.process_0'
+    array = ts.open(
+      spec_of(written, 'params.dense.kernel'),
+      dtype='float32',
+      shape=[64, 8],
+      create=True,
+      open=True,
+    ).result()
+    array[...] = 7
+    merge(handler, state)
+
+  monkeypatch.setattr(ocp.PyTreeCheckpointHandler, 'finalize', resume_and_merge)
+  state = new_state(2, seed=2)
+  with opened(folder, keep=Keep()) as checkpointer:
+    save(checkpointer, 2, state)
+    checkpointer.wait()
+    restored = checkpointer.restore_latest(abstract(state)).state
+  assert_equal(restored, state)
+  assert theirs.is_dir()
+  with opened(folder, keep=Keep()):
+    assert sorted(set(os.listdir(folder)) - {LOCK}) == ['checkpoint_1', 'checkpoint_2']
+  older.close()
 
 
 # Writes that Orbax does not wait for after a write has failed; see `logging_setup`.
