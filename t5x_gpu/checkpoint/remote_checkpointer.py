@@ -151,6 +151,7 @@ class RemoteCheckpointer(BaseCheckpointer):
         answer = self._wait_for(f'{key}/written/{i}')
         if answer != _DONE:
           raise OSError(f'process {i} could not write: {answer}')
+      self._dir.check_owner()  # the index of another run may be there by now
       writer.merge(num_processes=jax.process_count())
       writer.close(**about)
       self.files.push()  # so that a committed checkpoint has its metrics
@@ -187,6 +188,7 @@ class RemoteCheckpointer(BaseCheckpointer):
       compressor=ZSTD,
       flush_bytes=_FLUSH_BYTES,
       process=self._index,
+      start=self._start,
     )
     for array in arrays:
       for place, values in array.pieces(most_bytes=_FLUSH_BYTES):

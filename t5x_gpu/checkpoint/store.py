@@ -386,6 +386,8 @@ class StateWriter:
     flush_bytes: write when this much is waiting.
     resume: continue with the arrays of an earlier writer, which stopped after `flush`.
     process: index of this process if several write; None for one alone.
+    start: letters or digits for the name of a process's folder, the same in all of them. Folders of
+      others are not merged.
   """
 
   def __init__(
@@ -400,12 +402,13 @@ class StateWriter:
     flush_bytes: Optional[int] = None,
     resume: bool = False,
     process: Optional[int] = None,
+    start: str = '',
   ):
     self.path = checkpoint_path(folder, step)
     self._arrays, self._unstacked = dict(arrays), frozenset(unstacked)
     self._compressor, self._flush_bytes = compressor, flush_bytes or FLUSH_BYTES
-    self._state = self.path / 'state'
-    self._written = self._state if process is None else _store_of_process(self._state, process)
+    self._state, self._start = self.path / 'state', start
+    self._written = self._state if process is None else self._store_of_process(process)
     self._written.mkdir(parents=True, exist_ok=resume)
     self._pending, self._writing = 0, None
     self._context = context()
@@ -517,7 +520,7 @@ class StateWriter:
       return ts.KvStore.open(store_of(folder), context=self._context).result()
 
     merged, transaction = opened(self._state), ts.Transaction(atomic=True)
-    stores = [_store_of_process(self._state, i) for i in range(num_processes)]
+    stores = [self._store_of_process(i) for i in range(num_processes)]
     copies = [
       opened(store).experimental_copy_range_to(merged.with_transaction(transaction))
       for store in stores
@@ -527,6 +530,10 @@ class StateWriter:
       copy.result()
     self._writing = transaction.commit_async()
     self._wait()
+
+  def _store_of_process(self, process: int) -> AnyPath:
+    """Returns the folder of one process's store, named as Orbax names it."""
+    return self._state / '_'.join(filter(None, (f'ocdbt.process_{process}', self._start)))
 
   def close(self, *, manifest: Manifest, data: Json, empty: Json) -> None:
     """Writes pending data and Orbax's metadata files; checks that all arrays can be opened.
@@ -576,11 +583,6 @@ class StateWriter:
     if name in self._unstacked:
       return [(part, tuple(shape[1:])) for part in layer_names(name, shape[0])]
     return [(name, tuple(shape))]
-
-
-def _store_of_process(state: AnyPath, process: int) -> AnyPath:
-  """Returns the folder of one process's store, named as Orbax names it."""
-  return state / f'ocdbt.process_{process}'
 
 
 def empty_leaves(tree: Tree) -> Json:

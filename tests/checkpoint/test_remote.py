@@ -32,12 +32,19 @@ from t5x_gpu.checkpoint.model_dir import (
   remove_checkpoint,
 )
 from t5x_gpu.checkpoint.params_files import read_params
-from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
+from t5x_gpu.checkpoint.remote_checkpointer import copy_to_host, open_checkpointer
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
-from t5x_gpu.checkpoint.store import StateReader, StateWriter, find_checkpoint
+from t5x_gpu.checkpoint.store import StateReader, StateWriter, find_checkpoint, spec_of
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.storage.paths import RemotePath, StorageError, as_path, kvstore_spec, local_path
+from t5x_gpu.storage.paths import (
+  RemotePath,
+  StorageError,
+  as_path,
+  context,
+  kvstore_spec,
+  local_path,
+)
 from tests.checkpoint import remote_ranks
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, save
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
@@ -231,6 +238,49 @@ def test_two_runs_do_not_write_into_one(address):
     lock.write_text(json.dumps({**mine, 'kernel': 'other', 'touched': mine['touched'] - 1000}))
     newest_complete(address, target=abstract(new_state()))  # no sign of life for too long
   assert committed_steps(as_path(address)) == []
+
+
+def test_a_write_of_an_older_start_is_not_in_the_save_of_the_same_step(address, monkeypatch):
+  folder = run_with(address, 1)
+  older = open_checkpointer(address, keep=Keep())  # its processes are suspended in a save of step 2
+  theirs = older._write(2, copy_to_host(new_state(2).saved()))._written
+  (folder / 'checkpoint_2' / UNDER_WAY).write_text('{}')
+  older.close()
+  merge = StateWriter.merge
+
+  def resume_and_merge(self, **options) -> None:  # all processes of the new start have written
+    array = ts.open(
+      spec_of(theirs, 'params/dense/kernel'),
+      dtype='float32',
+      shape=[64, 8],
+      create=True,
+      open=True,
+      context=context(),
+    ).result()
+    array[...] = 7
+    merge(self, **options)
+
+  monkeypatch.setattr(StateWriter, 'merge', resume_and_merge)
+  run_with(address, 2)
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(2, seed=2))
+
+
+def test_a_suspended_save_does_not_touch_the_index_of_the_run_that_has_taken_over(
+  address, monkeypatch
+):
+  folder, flush = as_path(address), StateWriter.flush
+
+  def take_over(self) -> None:  # while this run is suspended, after its last write
+    flush(self)
+    lock = json.loads((folder / LOCK).read_text())
+    (folder / LOCK).write_text(json.dumps({**lock, 'host': 'gpu-17', 'kernel': 'other', 'pid': 99}))
+    (folder / 'checkpoint_2/state/manifest.ocdbt').write_text('theirs')
+
+  monkeypatch.setattr(StateWriter, 'flush', take_over)
+  with pytest.raises(CheckpointError, match='now belongs to process 99 on gpu-17'):
+    run_with(address, 2)
+  assert (folder / 'checkpoint_2/state/manifest.ocdbt').read_bytes() == b'theirs'
 
 
 def test_a_check_leaves_no_trace(address):
@@ -431,7 +481,7 @@ def test_verify_does_not_call_storage_out_of_reach_damage(server, address):
     contextlib.closing(Gate(server.port)) as gate,
     server.used(AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'),
   ):
-    gate.shut_at = b'/ocdbt.process_0/d/'  # where the values are
+    gate.shut_at = b'/d/'  # where the values are
     result = run_tool('verify', address)
   assert result.code == 2 and 'DAMAGED' not in result.out and 'AWS_ENDPOINT_URL' in result.err
 
@@ -459,5 +509,5 @@ def test_two_processes_write_one_checkpoint_each_its_part(server, address):
   sums = json.loads(done.stdout.splitlines()[-1])
   assert sums == read_manifest(folder, 3)['checksums']['arrays'] and len(sums) == 4
   for process in (0, 1):  # the values of 'split' are with the one, or the other
-    store = f'checkpoint_3/state/ocdbt.process_{process}/'
+    store = f'checkpoint_3/state/ocdbt.process_{process}_'
     assert [name for name in folder.files() if name.startswith(store)]
