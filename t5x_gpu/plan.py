@@ -189,8 +189,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--measured_run',
     metavar='MODEL_DIR',
-    help='with --show=faults, instead of --start_seconds: the time that further starts of this run '
-    'took',
+    help='with --show=faults, instead of --start_seconds: the time that further starts and saves '
+    'of this run took',
   )
   group.add_argument(
     '--repair_hours',
@@ -288,7 +288,7 @@ def _show_faults(config: PlanConfig, program: Program, planner: Planner, args: c
   prediction = predicted(config, program.layout.topology)
   given = {name: v for name in FAULT_FLAGS if (v := getattr(args.extra, name)) is not None}
   if model_dir := given.pop('measured_run', None):
-    given['start_seconds'], given['start_source'] = faults.measured_start(as_path(model_dir))
+    given['measured'] = faults.measured_run(as_path(model_dir))
   costs = faults.costs_of_faults(prediction, host_counts(program), **given)
   print(faults.text(costs), flush=True)
   _write(args.extra.json, faults.as_json(costs))

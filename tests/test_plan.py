@@ -146,13 +146,18 @@ def test_the_costs_of_faults_are_shown_with_a_setting_for_each_kind_of_checkpoin
     plan.main(flags(gin_file, '--dry_run', *rates))
 
 
-def test_a_start_takes_as_long_as_in_a_measured_run(gin_file, tmp_path, capsys):
+def test_starts_and_saves_take_as_long_as_in_a_measured_run(gin_file, tmp_path, capsys):
   run = write_run(tmp_path / 'run')
   shown = ['--show=faults', '--dry_run', f'--measured_run={run}']
   got = planned(gin_file, tmp_path, *shown, model=1, **{'Partitioner.fsdp': 1})
   (again,) = [each.seconds for each in read_run(run).accounts.processes[1:]]
   assert got['machines']['start_seconds'] == again['init'] + again['compile'] + again['restore'] > 0
-  assert f's, the median of a further start in {run}. The mesh' in capsys.readouterr().out
+  assert [(each['stall_seconds'], each['stall_source']) for each in got['tiers']] == [
+    (5, f'the median of 2 saves in {run}')
+  ] * 2
+  printed = capsys.readouterr().out
+  assert f's, the median of a further start in {run}. The mesh' in printed
+  assert f'stops the steps for 5 s (the median of 2 saves in {run}), and' in printed
   once = write_run(tmp_path / 'once', starts=((0, 40),))
   for wrong in (f'--measured_run={tmp_path}', f'--measured_run={once}', '--start_seconds=5'):
     with raises(ConfigError):

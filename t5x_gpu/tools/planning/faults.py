@@ -8,18 +8,20 @@ checkpoints: the interval does not change when generations start and end.
 
 import dataclasses
 import heapq
+import itertools
 import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Optional
+from typing import Optional, TypedDict
 
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.errors import ConfigError, number_ranges
 from t5x_gpu.metrics import goodput as goodput_of_runs
 from t5x_gpu.runtime.cluster import generations, links
 from t5x_gpu.runtime.cluster.generations import Generation, Host, HostReport, Member
 from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
-from t5x_gpu.storage.json_schema import JsonObject
+from t5x_gpu.storage.json_schema import JsonObject, read_json, schema_of
 from t5x_gpu.storage.paths import AnyPath
 from t5x_gpu.terminal.console import seconds, table
 from t5x_gpu.tools.planning.prediction import Prediction
@@ -89,7 +91,7 @@ class Stretch:
   saved: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Saving:
   """A tier of checkpoints.
 
@@ -97,11 +99,38 @@ class Saving:
     name: for the table.
     stall_seconds: how long a save stops the steps.
     commit_seconds: from the start of a save until it can be restored.
+    stall_source, commit_source: where they were measured; '' without a measured run.
   """
 
   name: str
   stall_seconds: float
   commit_seconds: float
+  stall_source: str = ''
+  commit_source: str = ''
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+  """Durations of a run, as far as it has recorded them; none by default.
+
+  Attributes:
+    model_dir: where they were read.
+    starts: seconds of each further start until its first step.
+    stalls: seconds that each save stopped the steps, to MODEL_DIR or locally.
+    commits: seconds from the start of a save until its commit, of the checkpoints in MODEL_DIR.
+  """
+
+  model_dir: str = ''
+  starts: Sequence[float] = ()
+  stalls: Sequence[float] = ()
+  commits: Sequence[float] = ()
+
+  def median(self, name: str, found: Sequence[float], *, assumed: float) -> tuple[float, str]:
+    """Returns the median of the durations, or `assumed` without any, and words for its source."""
+    if not found:
+      return assumed, f'assumed: not recorded in {self.model_dir}' if self.model_dir else ''
+    number = f'a {name}' if len(found) == 1 else f'{len(found)} {name}s'
+    return statistics.median(found), f'the median of {number} in {self.model_dir}'
 
 
 def goodput(
@@ -189,12 +218,24 @@ def costs_of_faults(
   *,
   faults_per_gpu_day: float = FAULTS_PER_GPU_DAY,
   start_seconds: float = START_SECONDS,
-  start_source: str = '',
+  measured: MeasuredRun = MeasuredRun(),
   repair_hours: float = REPAIR_HOURS,
 ) -> CostsOfFaults:
-  """Returns what faults cost the run of `prediction`, whose mesh fits `host_counts`."""
+  """Returns what faults cost the run of `prediction`, whose mesh fits `host_counts`.
+
+  What `measured` has replaces what is assumed, `start_seconds` too.
+  """
   num_bytes, num_hosts = prediction.checkpoint.num_bytes, prediction.num_hosts
-  stall = num_bytes / prediction.num_gpus / 1e9 / _COPY_GIGABYTES
+  step = prediction.seconds_per_step
+  copy = num_bytes / prediction.num_gpus / 1e9 / _COPY_GIGABYTES
+  start, start_source = measured.median('further start', measured.starts, assumed=start_seconds)
+  stall, stall_source = measured.median('save', measured.stalls, assumed=max(copy, step / 10))
+  commit, commit_source = measured.median(
+    'checkpoint', measured.commits, assumed=copy + prediction.checkpoint.seconds
+  )
+  local, local_source = measured.median(
+    'local checkpoint', (), assumed=copy + num_bytes / num_hosts / 1e9 / _LOCAL_GIGABYTES
+  )
   machines = Machines(
     num_hosts=num_hosts,
     gpus_per_host=prediction.num_gpus // num_hosts,
@@ -202,22 +243,16 @@ def costs_of_faults(
     faults_per_gpu_day=faults_per_gpu_day,
     lost_host_share=LOST_HOST_SHARE,
     repair_seconds=repair_hours * 3600,
-    start_seconds=start_seconds,
-    save_seconds=stall + prediction.checkpoint.seconds,
+    start_seconds=start,
+    save_seconds=commit,
   )
-  step = prediction.seconds_per_step
   num_faults = min(_MOST_FAULTS, max(_FEWEST_FAULTS, _HOST_FAULTS // num_hosts))
-  local = stall + num_bytes / num_hosts / 1e9 / _LOCAL_GIGABYTES
   return CostsOfFaults(
     machines=machines,
     step_seconds=step,
     savings=(
-      Saving(
-        name='MODEL_DIR',
-        stall_seconds=max(stall, step / 10),
-        commit_seconds=stall + prediction.checkpoint.seconds,
-      ),
-      Saving(name='local', stall_seconds=max(stall, step / 10), commit_seconds=local),
+      Saving('MODEL_DIR', stall, commit, stall_source, commit_source),
+      Saving('local', stall, local, stall_source, local_source),
     ),
     replays={spares: replay(machines, spares=spares, num_faults=num_faults) for spares in _SPARES},
     num_faults=num_faults,
@@ -225,8 +260,8 @@ def costs_of_faults(
   )
 
 
-def measured_start(model_dir: AnyPath) -> tuple[float, str]:
-  """Returns the seconds that further starts of a run took until their first step, and a source.
+def measured_run(model_dir: AnyPath) -> MeasuredRun:
+  """Returns how long the starts and saves of a run took.
 
   Raises:
     ConfigError: the run has no ledger, or has started only once.
@@ -234,20 +269,60 @@ def measured_start(model_dir: AnyPath) -> tuple[float, str]:
   ledger = model_dir / goodput_of_runs.GOODPUT
   if not ledger.exists():
     raise ConfigError(
-      f'{model_dir} has no {ledger.name}, from which --measured_run takes the seconds of a start.',
+      f'{model_dir} has no {ledger.name}, from which --measured_run takes durations.',
       fix='Name the MODEL_DIR of a run.',
       docs='plan.md#faults',
     )
-  _, *later = goodput_of_runs.accounts_of(goodput_of_runs.read_ledger(ledger)).processes
+  lines = goodput_of_runs.read_ledger(ledger)
+  _, *later = goodput_of_runs.accounts_of(lines).processes
   if not later:
     raise ConfigError(
       f'The run in {model_dir} has started only once: it has not measured a further start.',
       fix='Leave --measured_run out, or name a run that was started again.',
       docs='plan.md#faults',
     )
-  found = [sum(each.seconds[name] for name in ('init', 'compile', 'restore')) for each in later]
-  starts = 'a further start' if len(found) == 1 else f'{len(found)} further starts'
-  return statistics.median(found), f'the median of {starts} in {model_dir}'
+  checkpoints = ModelDir(model_dir)
+  return MeasuredRun(
+    model_dir=str(model_dir),
+    starts=[sum(each.seconds[name] for name in ('init', 'compile', 'restore')) for each in later],
+    stalls=[stall for process in lines.runs for stall in _stalls(process)],
+    commits=[
+      commit
+      for step in checkpoints.steps
+      if (commit := _commit_seconds(checkpoints.checkpoint(step))) > 0
+    ],
+  )
+
+
+def _stalls(process: goodput_of_runs.ProcessLines) -> list[float]:
+  """Returns how long each save stopped the steps: it begins with a line of its own."""
+  found: dict[Optional[int], float] = {}
+  for line, after in itertools.pairwise(process.lines):
+    if line.phase == 'save':
+      waited = after.seconds.get('save', 0.0) - line.seconds.get('save', 0.0)
+      found[line.step] = found.get(line.step, 0.0) + waited
+  if process.last.phase == 'save':  # killed in this save
+    found.pop(process.last.step, None)
+  return list(found.values())
+
+
+def _commit_seconds(checkpoint: AnyPath) -> float:
+  """Returns the seconds from the start of a save to its commit; 0 if it was not recorded.
+
+  Orbax records them, not `StateWriter`, which promotes local checkpoints and writes to buckets.
+  """
+  try:
+    times = read_json(checkpoint / '_CHECKPOINT_METADATA', schema_of(_SaveTimes))
+  except (OSError, ValueError):
+    return 0.0
+  return (times['commit_timestamp_nsecs'] - times['init_timestamp_nsecs']) / 1e9
+
+
+class _SaveTimes(TypedDict):
+  """The times in Orbax's metadata of a checkpoint, which has further keys."""
+
+  init_timestamp_nsecs: int
+  commit_timestamp_nsecs: int
 
 
 def _gin_line(costs: CostsOfFaults, saving: Saving, interval: float) -> str:
@@ -255,6 +330,10 @@ def _gin_line(costs: CostsOfFaults, saving: Saving, interval: float) -> str:
   if saving.name == 'local':
     return f'checkpointer.CheckpointConfig.local_period = {steps}'
   return f'SAVE_PERIOD = {steps}'
+
+
+def _sourced(duration: float, source: str) -> str:
+  return f'{seconds(duration)} ({source})' if source else seconds(duration)
 
 
 def text(costs: CostsOfFaults) -> str:
@@ -288,8 +367,8 @@ def text(costs: CostsOfFaults) -> str:
     ]
     lines += [
       table([header, *shares], right=range(1, len(header))),
-      f'  A save stops the steps for {seconds(saving.stall_seconds)}, and can be restored after '
-      f'{seconds(saving.commit_seconds)}.',
+      f'  A save stops the steps for {_sourced(saving.stall_seconds, saving.stall_source)}, and '
+      f'can be restored after {_sourced(saving.commit_seconds, saving.commit_source)}.',
       '',
     ]
   for saving in costs.savings:

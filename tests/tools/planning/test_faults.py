@@ -1,9 +1,11 @@
 """What faults cost: agents replayed on a clock, and goodput by interval and spares."""
 
+import json
 import math
 
 import pytest
 
+from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.tools.planning.faults import (
   DAY,
   Machines,
@@ -11,6 +13,7 @@ from t5x_gpu.tools.planning.faults import (
   Stretch,
   best_interval,
   goodput,
+  measured_run,
   replay,
 )
 
@@ -29,6 +32,34 @@ def machines(num_hosts: int = 8, **changes) -> Machines:
     'save_seconds': 20,
   }
   return Machines(**{**values, **changes})
+
+
+def test_durations_of_saves_are_read_from_the_ledger_and_from_the_checkpoints(tmp_path):
+  lines = [
+    (10, 'save', 0),
+    (13, 'productive', 2),
+    (20, 'save', 2),
+    (20, 'save', 7),  # thirty seconds later
+    (20, 'productive', 10),
+    (30, 'save', 10),  # killed in this one
+    (30, 'save', 11),
+  ]
+  (tmp_path / GOODPUT).write_text(
+    ''.join(
+      json.dumps({'run': run, 'at': at, 'step': step, 'phase': phase, 'seconds': {'save': save}})
+      + '\n'
+      for run, start in (('a', 100), ('b', 200))
+      for at, (step, phase, save) in enumerate(lines, start)
+    )
+  )
+  for step, nanoseconds in ((10, 4_500_000_000), (20, 0), (30, None)):
+    (tmp_path / f'checkpoint_{step}').mkdir()
+    times = {'init_timestamp_nsecs': 9, 'commit_timestamp_nsecs': nanoseconds and 9 + nanoseconds}
+    (tmp_path / f'checkpoint_{step}' / '_CHECKPOINT_METADATA').write_text(json.dumps(times))
+  run = measured_run(tmp_path)
+  assert run.stalls == [2, 8] * 2 and run.commits == [4.5]
+  assert run.median('save', run.stalls, assumed=1) == (5, f'the median of 4 saves in {tmp_path}')
+  assert run.median('x', (), assumed=1) == (1, f'assumed: not recorded in {tmp_path}')
 
 
 @pytest.mark.parametrize(
