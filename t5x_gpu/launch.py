@@ -63,6 +63,7 @@ from t5x_gpu.runtime.cluster.restarts import (
   Stop,
 )
 from t5x_gpu.runtime.health import fitness
+from t5x_gpu.runtime.process_exit import STOP_SIGNALS
 from t5x_gpu.storage.files import reason_of, write_atomically
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
@@ -994,9 +995,6 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
   return info
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-
 def not_as_process_1() -> None:
   """Continues in a child if this is process 1 of a container.
 
@@ -1010,7 +1008,7 @@ def not_as_process_1() -> None:
     child = os.fork()
   if child == 0:
     return
-  for number in _SIGNALS:
+  for number in STOP_SIGNALS:
     signal.signal(number, lambda number, frame: os.kill(child, number))
   while True:
     ended, status = os.wait()
@@ -1162,7 +1160,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     runner = Agent(start, num_processes=nproc, restarts=flags.restarts, find_problem=find_problem)
   else:
     runner = Group(command, first, end_together=flags.module != DOCTOR)
-  for number in _SIGNALS:
+  for number in STOP_SIGNALS:
     if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
       signal.signal(number, runner.forward)
   code = runner.wait()

@@ -13,8 +13,7 @@ import yaml
 
 from scripts import draw_report
 from t5x_gpu import cli, train
-from t5x_gpu.runtime.cluster.restarts import EXIT_USAGE
-from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
+from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED, EXIT_USAGE
 from tests.helpers_train import Project, run_here
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from t5x_gpu.metrics.goodput import GOODPUT, accounts_of, read_ledger
-from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
+from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
 from tests.helpers_train import Project
 
 

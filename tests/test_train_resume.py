@@ -20,7 +20,7 @@ import pytest
 
 from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.store import StateReader
-from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
+from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
 from t5x_gpu.storage.paths import as_path
 from tests import helpers_disk
 from tests.helpers_crashes import assert_reported, damaged, files_of_saves, is_saving, until

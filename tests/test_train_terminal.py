@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
+from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
 from t5x_gpu.terminal.streams import TERMINAL_LOG
 from tests.helpers_train import Project
 

@@ -16,16 +16,15 @@ from typing import Optional, Self
 from jax.experimental import multihost_utils
 
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.process_exit import SignalHandler, stops_on_interrupt
+from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
+from t5x_gpu.runtime.process_exit import (
+  PREEMPTION_SIGNALS,
+  STOP_SIGNALS,
+  SignalHandler,
+  stops_on_interrupt,
+)
 from t5x_gpu.terminal.streams import write_stderr
 
-# Slurm's --signal=USR1 comes before the time limit, SIGTERM at the limit and on preemption, SIGHUP
-# when the terminal or the SSH connection is gone.
-PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS)
-
-# Exit code of a run that was stopped and has saved; scripts/train.slurm then requeues it.
-EXIT_PREEMPTED = 85
 _SAVING = 'finishing this step, then saving and exiting.'
 
 _early: list[signal.Signals] = []
@@ -96,7 +95,7 @@ class StopRequest:
 
   def __enter__(self) -> Self:
     handle = stops_on_interrupt(self._handle)
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
       if not (self._together and number == signal.SIGTERM or _is_ignored_hangup(number)):
         self._previous[number] = signal.signal(number, handle)
     # As `streams.outlive`, after the user's modules, which may have set it.
@@ -122,7 +121,7 @@ class StopRequest:
       return False
     received = [signal.Signals(number) for number in distributed.gather_json(self.signal) if number]
     # The user's Ctrl-C wins over a scheduler's signal and decides the exit code.
-    self.signal = min(received, key=SIGNALS.index, default=signal.SIGTERM)
+    self.signal = min(received, key=STOP_SIGNALS.index, default=signal.SIGTERM)
     return True
 
   @property

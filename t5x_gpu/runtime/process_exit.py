@@ -20,6 +20,11 @@ from typing import NoReturn, Optional, Self, Union
 
 from t5x_gpu.terminal.streams import write_stderr
 
+# Slurm's --signal=USR1 comes before the time limit, SIGTERM at the limit and on preemption, SIGHUP
+# when the terminal or the SSH connection is gone.
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS)
+
 MAIN_PROCESS_SECONDS = 2
 CLEANUP_SECONDS = 5  # a hung file system must not keep the process from exiting
 

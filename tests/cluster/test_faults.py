@@ -17,7 +17,7 @@ import threading
 
 import pytest
 
-from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
+from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
 from t5x_gpu.runtime.watchdog import EXIT_ERROR, EXIT_RANK_DEAD, EXIT_STUCK
 from tests.helpers_train import REPOSITORY, TINY_GIN, WATCHED_BATCHES, Project
 from tests.helpers_xla import xla_flags

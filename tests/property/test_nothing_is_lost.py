@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from t5x_gpu.metrics.writers import read_json_lines
-from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
+from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
 from tests import helpers_crashes, helpers_disk
 from tests.helpers_crashes import assert_reported, is_saving, until
 from tests.helpers_topologies import SPLITS

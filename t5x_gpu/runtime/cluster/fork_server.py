@@ -33,14 +33,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, Optional
 
 from t5x_gpu.runtime.cluster import members
+from t5x_gpu.runtime.process_exit import STOP_SIGNALS
 
 _SOCKET = 'T5X_GPU_FORK_SERVER_SOCKET'
 _ASKED = 'T5X_GPU_FORK_SERVER_ASKS'  # descriptor of the answer
 _LARGEST = 2**20  # bytes of a message
 _UNKNOWN = -signal.SIGKILL  # exit code of a process whose server is gone
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# Slurm may send a signal to all processes of a job, and `launch` passes it on to its processes.
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _Handlers = Mapping[int, Any]
 _prctl = getattr(ctypes.CDLL(None), 'prctl', None)
 
@@ -236,9 +235,10 @@ class ForkServer:
 def _outlive_signals() -> _Handlers:
   """Makes this process ignore stop signals; returns the handlers before.
 
-  Its end would kill its processes, which have to save.
+  Slurm may send them to all processes of a job, and `launch` passes them on to the processes of
+  this one, which have to save: its end would kill them.
   """
-  heeded = [n for n in _STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+  heeded = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
   return {number: signal.signal(number, lambda *_: None) for number in heeded}
 
 
