@@ -56,7 +56,6 @@ class Agent:
       start_seconds=SECONDS,
     )
     self._count = count
-    self._encoded: Optional[tuple[generations.Message, str]] = None
     self.num_bytes = self.num_starts = 0
     self._do(self._member.start(time.monotonic()))
 
@@ -105,10 +104,7 @@ class Agent:
     for action in actions:
       match action:
         case generations.Send(link, message):
-          if self._encoded is None or message != self._encoded[0]:
-            self._encoded = message, json.dumps(generations.message_to_json(message))
-          self._links.send(link, self._encoded[1])
-          self.num_bytes += len(self._encoded[1])
+          self.num_bytes += self._links.send(link, message)
         case generations.Connect(index, address):
           self._links.connect(index, [address or self._leader])
         case generations.Drop(link):

@@ -13,7 +13,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -540,7 +539,6 @@ class HostAgent:
     self._untold: list[int] = []
     self._is_paused = False
     self._exit: Optional[generations.Exit] = None
-    self._sent: Optional[tuple[generations.Message, str]] = None  # the last one, and its text
     self._reason = ''  # why the last connection failed
     self._is_full = False  # whether it has said that too many files are open
 
@@ -650,7 +648,7 @@ class HostAgent:
     what = f'{self._links.peer_host(link)} has another version of t5x_gpu than {me}'
     _log(f'refused an agent: {what}.')
     refused = generations.Refusal(f'The agent at {what}.', generations.SAME_COMMAND)
-    self._links.send(link, json.dumps(generations.message_to_json(refused)))
+    self._links.send(link, refused)
     self._links.close(link)
     return self._member.link_closed(link, now)
 
@@ -660,9 +658,7 @@ class HostAgent:
         return
       match action:
         case generations.Send(link, message):
-          if self._sent is None or message != self._sent[0]:  # one for all hosts is encoded once
-            self._sent = message, json.dumps(generations.message_to_json(message))
-          self._links.send(link, self._sent[1])
+          self._links.send(link, message)
         case generations.Connect(index, address):
           to = self._addresses if index == 0 else self._listed[index : index + 1]
           self._links.connect(index, [address] if address else to)

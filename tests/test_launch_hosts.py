@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -285,6 +284,10 @@ def test_agents_with_another_secret_or_version_are_refused_by_name(three):
 
 
 def test_an_agent_whose_messages_cannot_be_read_is_refused_and_named_on_both_sides(three):
+  @dataclasses.dataclass(frozen=True)
+  class Hello:
+    of_a_newer_version: int = 1
+
   three.start(0)
   newer = links.Links('secret', run_id='run')
 
@@ -296,7 +299,7 @@ def test_an_agent_whose_messages_cannot_be_read_is_refused_and_named_on_both_sid
 
   newer.connect(0, [three.address])
   opened = until(poll, links.Opened)[-1]
-  newer.send(opened.link, json.dumps({'kind': 'Hello', 'of_a_newer_version': 1}))
+  newer.send(opened.link, Hello())
   came = until(poll, links.Came)[-1]
   refused = generations.message_from_json(came.message)
   newer.leave()

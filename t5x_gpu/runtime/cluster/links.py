@@ -18,10 +18,10 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Union
+from typing import Optional, Union
 
 from t5x_gpu.runtime import machine
-from t5x_gpu.runtime.cluster import addresses, rendezvous
+from t5x_gpu.runtime.cluster import addresses, generations, rendezvous
 from t5x_gpu.runtime.cluster.rendezvous import MAX_LINE, SECRET_VARIABLE, UNREADABLE
 from t5x_gpu.storage.files import reason_of
 from t5x_gpu.storage.json_schema import JsonValue
@@ -131,6 +131,7 @@ class Links:
     self._selector = selectors.DefaultSelector()
     self._links: dict[int, _Link] = {}
     self._last = 0
+    self._encoded: Optional[tuple[generations.Message, str]] = None  # the last message sent
     self._listening: list[socket.socket] = []
     self._resting: dict[socket.socket, float] = {}  # listener: when it accepts again
     self._dialed: queue.SimpleQueue[tuple[int, Union[socket.socket, str]]] = queue.SimpleQueue()
@@ -171,10 +172,14 @@ class Links:
     """Returns the numeric address of the other end."""
     return addresses.peer_host(self._links[link].connection)
 
-  def send(self, link: int, message: str) -> None:
-    """Sends a message, which is JSON; nothing if the link is closed."""
+  def send(self, link: int, message: generations.Message) -> int:
+    """Sends a message, unless the link is closed; returns the length of its text."""
+    if self._encoded is None or message != self._encoded[0]:  # one for all hosts is encoded once
+      self._encoded = message, json.dumps(generations.message_to_json(message))
+    text = self._encoded[1]
     if link in self._links:
-      self._send_text(self._links[link], message)
+      self._send_text(self._links[link], text)
+    return len(text)
 
   def close(self, link: int) -> None:
     """Closes a link after its last messages."""

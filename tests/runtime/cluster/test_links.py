@@ -1,13 +1,12 @@
 """Links of agents: signed messages over TCP."""
 
-import json
 import os
 import resource
 import select
 import socket
 import time
 
-from t5x_gpu.runtime.cluster import links
+from t5x_gpu.runtime.cluster import generations, links
 from tests.helpers_train import DEADLINE_SECONDS
 
 
@@ -27,7 +26,7 @@ def test_a_link_that_is_closed_before_the_other_end_is_known_delivers_its_messag
     client.connect(0, [f'127.0.0.1:{listening.getsockname()[1]}'])
     opened = until(lambda: [*server.poll(0.01), *client.poll(0.01)], links.Opened)[-1]
     for number in range(3):
-      client.send(opened.link, json.dumps({'number': number}))
+      client.send(opened.link, generations.Asked(number))
     client.close(opened.link)
 
     def both() -> list[links.Event]:
@@ -35,7 +34,7 @@ def test_a_link_that_is_closed_before_the_other_end_is_known_delivers_its_messag
       return server.poll(0.01)
 
     events = until(both, links.Closed)
-    assert [event.message['number'] for event in events[:-1]] == [0, 1, 2]
+    assert [event.message['signal'] for event in events[:-1]] == [0, 1, 2]
     client.leave()
     server.leave()
 
@@ -58,9 +57,9 @@ def test_an_agent_that_comes_while_too_many_files_are_open_is_taken_in_later():
     finally:
       resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     opened = until(lambda: [*server.poll(0.01), *client.poll(0.01)], links.Opened)[-1]
-    client.send(opened.link, '"hello"')
+    client.send(opened.link, generations.Welcome())
     came = until(lambda: [*client.poll(0.01), *server.poll(0.01)], links.Came)[-1]
-    assert came.message == 'hello'
+    assert came.message == {'kind': 'Welcome'}
     client.leave()
     server.leave()
 
