@@ -365,9 +365,12 @@ class Agent:
 
   def wait(self) -> int:
     """Returns the exit code of the first process that failed in the last start, 0 if none did."""
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+      return self._wait(pathlib.Path(folder))
+
+  def _wait(self, folder: pathlib.Path) -> int:
     while not self._signals:
-      with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-        ended = self._run_once(pathlib.Path(folder))
+      ended = self._run_once(folder)
       self._restarts, then = self._restarts.after(ended)
       if isinstance(then, Stop):
         if then.reason:
@@ -422,14 +425,16 @@ class Agent:
     return Ended(code, group.failed, step, asked=bool(self._signals))
 
 
-_FOLDER = 't5x_gpu_launch_'  # temporary folder of what the processes report
+# Temporary folder of what the processes report: one for all starts, as the disk may become full.
+_FOLDER = 't5x_gpu_launch_'
 _HOST_COUNTS = 'host_counts'
 
 
 def _progress_files(folder: pathlib.Path, number: int) -> list[pathlib.Path]:
+  """Returns the files of the processes, blank; creates what is missing."""
   files = [folder / f'process_{index}' for index in range(number)]
-  for file in files:
-    file.touch()
+  folder.mkdir(mode=0o700, exist_ok=True)  # systemd removes files that are unused for ten days
+  progress.reserve(files, folder / _HOST_COUNTS)
   return files
 
 
@@ -555,7 +560,9 @@ class HostAgent:
     Raises:
       ClusterError: the agents cannot join, or the run cannot continue on this host.
     """
+    self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER)
     try:
+      self._progress_files()  # also on a spare, whose disk may be full when it is needed
       if self._info.process_index == 0:
         listening = addresses.listen(
           self._addresses, bind_address=self._info.bind_address, is_one_host=False
@@ -572,6 +579,7 @@ class HostAgent:
         self._take_events()
     finally:
       self._end_processes()
+      self._folder.cleanup()
       self._links.leave()
     return self._exit_code()
 
@@ -713,6 +721,9 @@ class HostAgent:
       service = free_address(self._own_host)
       self._do(self._member.offered(number, service, time.monotonic()))
 
+  def _progress_files(self) -> list[pathlib.Path]:
+    return _progress_files(pathlib.Path(self._folder.name), self._num_processes)
+
   def _start_processes(self, generation: Generation, service: str) -> None:
     if self._last is not None:
       self._last.kill_children()
@@ -724,8 +735,7 @@ class HostAgent:
     else:
       _log(f'the run starts on {names}.')
     self._is_paused = False
-    self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER)
-    self._files = _progress_files(pathlib.Path(self._folder.name), self._num_processes)
+    self._files = self._progress_files()
     position = generation.position(self._member.me.index)
     more = {
       progress.HOST_COUNTS_VARIABLE: str(self._files[0].parent / _HOST_COUNTS),
@@ -745,7 +755,6 @@ class HostAgent:
     elif step is None and (-code in self._signals or (self._is_paused and -code == signal.SIGTERM)):
       code = generations.stop_code(-code)  # the signal came before a process could take it
     counts = progress.read_host_counts(self._files[0].parent / _HOST_COUNTS)
-    self._folder.cleanup()
     failed = tuple(sorted(group.failed))
     number, paused = self._member.started.number, self._is_paused
     return HostReport(
@@ -758,7 +767,6 @@ class HostAgent:
       while self._group.poll():
         time.sleep(POLL_SECONDS)
       self._last, self._group = self._group, None
-      self._folder.cleanup()
     if self._last is not None:
       self._last.kill_children()
 

@@ -14,9 +14,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
+from typing import Optional
 
 import pynvml
 import pytest
@@ -29,6 +31,7 @@ from t5x_gpu.runtime import numa
 from t5x_gpu.runtime.cluster import fork_server, interruptions, rendezvous
 from t5x_gpu.runtime.machine import PhysicalGpu, own_gpus, physical_gpus
 from t5x_gpu.terminal import streams
+from tests.helpers_disk import small_disk
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 from tests.messages import raises
@@ -385,10 +388,18 @@ index, start = int(os.environ['JAX_PROCESS_INDEX']), int(os.environ['START'])
 
 
 def agent(
-  program: str, number: int = 3, *, restarts: int = 5, problem: str = ''
+  program: str, number: int = 3, *, restarts: int = 5, problem: Optional[str] = ''
 ) -> tuple[launch.Agent, list]:
-  """Returns an agent of fake workers, and a list of the environments of each of their starts."""
+  """Returns an agent of fake workers, and a list of the environments of each of their starts.
+
+  `problem` is the answer about the GPUs of this host; None for no answer.
+  """
   starts = []
+
+  def find_problem() -> str:
+    if problem is None:
+      raise TimeoutError('no answer')
+    return problem
 
   def start(variables):
     plans = plan(number, use_gpus=False, env={**os.environ, 'PYTHONPATH': str(REPOSITORY)})
@@ -399,7 +410,7 @@ def agent(
     starts.append([p.env for p in plans])
     return launch.Group([sys.executable, '-c', WORKER + program], plans, at_once=True)
 
-  run = launch.Agent(start, num_processes=number, restarts=restarts, find_problem=lambda: problem)
+  run = launch.Agent(start, num_processes=number, restarts=restarts, find_problem=find_problem)
   return run, starts
 
 
@@ -430,6 +441,26 @@ def test_a_host_that_has_lost_a_gpu_starts_no_processes_again(capfd):
   run, starts = agent('os.kill(os.getpid(), signal.SIGKILL)', 1, problem='it has 7 GPUs now')
   assert run.wait() == 128 + signal.SIGKILL and len(starts) == 1
   assert f'{socket.gethostname()} cannot take part: it has 7 GPUs now.' in capfd.readouterr().err
+
+
+def test_failures_on_a_full_disk_are_told_apart_by_their_steps(tmp_path, monkeypatch, capfd):
+  with small_disk(tmp_path / 'disk', size='256k') as disk:
+    monkeypatch.setattr(tempfile, 'tempdir', str(disk))
+    run, starts = agent(
+      f'os.system("cat /dev/zero > {disk}/filler 2>&-")\n'
+      'ProgressFile(os.environ, first_step=10 * start).step_done(10 * start + 5)\n'
+      'if start < 2: os.kill(os.getpid(), signal.SIGKILL)',
+      1,
+    )
+    assert run.wait() == 0 and len(starts) == 3, capfd.readouterr().err
+  failed = interruptions.history_of(interruptions.facts(starts[2][0])).interruptions
+  assert [each.step for each in failed] == [5, 15]
+
+
+def test_a_host_whose_gpus_cannot_be_asked_continues_with_a_warning(capfd):
+  run, starts = agent('if start == 0: os.kill(os.getpid(), signal.SIGKILL)', 1, problem=None)
+  assert run.wait() == 0 and len(starts) == 2
+  assert 'launch: the GPUs were not checked: TimeoutError: no answer.' in capfd.readouterr().err
 
 
 def test_a_failure_that_repeats_ends_the_run_with_its_exit_code(capfd, monkeypatch):

@@ -21,7 +21,7 @@ import tempfile
 import time
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Optional
+from typing import BinaryIO, Optional
 
 from t5x_gpu.runtime.cluster.launchers import Environment
 
@@ -120,6 +120,13 @@ class CommandResult:
   problem: str = ''
 
 
+def _output_file() -> BinaryIO:
+  """Returns a file for the output of a child; in memory, since the disk may be full."""
+  if not hasattr(os, 'memfd_create'):  # not Linux
+    return tempfile.TemporaryFile()
+  return open(os.memfd_create('output'), 'w+b')
+
+
 def run_with_deadline(
   command: Sequence[str], *, seconds: float, environ: Optional[Mapping[str, str]] = None
 ) -> CommandResult:
@@ -133,7 +140,7 @@ def run_with_deadline(
     seconds: deadline.
     environ: the environment, this process's by default.
   """
-  with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+  with _output_file() as output, _output_file() as errors:
     try:
       child = subprocess.Popen(
         command,

@@ -1,7 +1,8 @@
 """What a process reports to `launch`, which outlives it: how far it is, and which hosts it can use.
 
 `launch` names a small file for each in `VARIABLE` and `HOST_COUNTS_VARIABLE`. Nothing is written
-without these variables.
+without these variables. The files have their full size from the start, so that a disk that is full
+later does not hide what a process has done.
 """
 
 import contextlib
@@ -10,11 +11,13 @@ import os
 import pathlib
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Optional
+from typing import Optional, Union
 
 VARIABLE = 'T5X_GPU_PROGRESS_FILE'
 HOST_COUNTS_VARIABLE = 'T5X_GPU_HOST_COUNTS_FILE'
 _FORMAT = struct.Struct('<qq')
+_UNKNOWN = b' ' * _FORMAT.size
+_HOST_COUNTS_BYTES = 2**15  # for all numbers up to 4,096, and more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,22 @@ class Progress:
 
   first_step: int
   step: int
+
+
+def reserve(files: Iterable[pathlib.Path], host_counts: pathlib.Path) -> None:
+  """Creates the files of processes, or makes them blank again, in place.
+
+  Raises:
+    OSError: the disk is full, ...
+  """
+  for path, size in [*((file, len(_UNKNOWN)) for file in files), (host_counts, _HOST_COUNTS_BYTES)]:
+    _overwrite(path, b' ' * size)
+
+
+def _overwrite(path: Union[str, pathlib.Path], data: bytes) -> None:
+  """Writes the first bytes of a file; on a full disk this works where it has bytes already."""
+  with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), 'wb', buffering=0) as file:
+    file.write(data)
 
 
 class ProgressFile:
@@ -56,7 +75,8 @@ class ProgressFile:
 def read_progress(path: pathlib.Path) -> Optional[Progress]:
   """Returns the numbers in a file; None before the process has its first state."""
   try:
-    return Progress(*_FORMAT.unpack(path.read_bytes()))
+    data = path.read_bytes()
+    return None if data == _UNKNOWN else Progress(*_FORMAT.unpack(data))
   except (OSError, struct.error):
     return None
 
@@ -65,7 +85,7 @@ def write_host_counts(environ: Mapping[str, str], counts: Iterable[int]) -> None
   """Reports on how many hosts this run could continue; a file that cannot be written is ignored."""
   if path := environ.get(HOST_COUNTS_VARIABLE):
     with contextlib.suppress(OSError):
-      pathlib.Path(path).write_text(' '.join(map(str, counts)))
+      _overwrite(path, ' '.join(map(str, counts)).encode())
 
 
 def read_host_counts(path: pathlib.Path) -> tuple[int, ...]:

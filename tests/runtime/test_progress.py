@@ -11,8 +11,10 @@ from t5x_gpu.runtime.progress import (
   ProgressFile,
   read_host_counts,
   read_progress,
+  reserve,
   write_host_counts,
 )
+from tests.helpers_disk import fill, small_disk
 
 
 def test_the_last_step_outlives_a_killed_process(tmp_path):
@@ -45,3 +47,23 @@ def test_numbers_of_hosts_reach_the_launcher(tmp_path):
   assert read_host_counts(path) == ()
   write_host_counts({HOST_COUNTS_VARIABLE: str(path)}, [1, 2, 4])
   assert read_host_counts(path) == (1, 2, 4)
+
+
+def test_a_disk_that_is_full_later_hides_no_step(tmp_path):
+  with small_disk(tmp_path / 'disk', size='256k') as disk:
+    path, counts = disk / 'progress', disk / 'counts'
+    reserve([path], counts)
+    assert read_progress(path) is None and read_host_counts(counts) == ()
+    fill(disk)
+    program = (
+      'import os\n'
+      'from t5x_gpu.runtime.progress import ProgressFile, write_host_counts\n'
+      'ProgressFile(os.environ, first_step=40).step_done(1041)\n'
+      'write_host_counts(os.environ, range(1, 4097))'
+    )
+    env = {**os.environ, VARIABLE: str(path), HOST_COUNTS_VARIABLE: str(counts)}
+    subprocess.run([sys.executable, '-c', program], env=env, check=True)
+    assert read_progress(path) == Progress(40, 1041)
+    assert read_host_counts(counts) == tuple(range(1, 4097))
+    reserve([path], counts)  # for the next start
+    assert read_progress(path) is None and read_host_counts(counts) == ()

@@ -1,7 +1,8 @@
 """Whether the GPUs of this host can serve another start of a run: all there, none to be reset.
 
 `python -m t5x_gpu.runtime.health.fitness` asks NVML and prints JSON. `gpu_problem` runs it as a
-child process with a deadline, because a GPU that fell off its bus can block NVML.
+child process with a deadline, because a GPU that fell off its bus can block NVML. Only an answer of
+NVML makes a host unfit: without one, its GPUs may be healthy.
 https://docs.nvidia.com/deploy/nvml-api/
 """
 
@@ -27,15 +28,20 @@ def gpu_problem(expected: int) -> str:
 
   Args:
     expected: GPUs of this host at its first start; 0 asks nothing.
+  Raises:
+    TimeoutError: NVML did not answer in time.
+    RuntimeError: NVML could not be asked.
   """
   if not expected:
     return ''
   done = machine.run_with_deadline([sys.executable, '-m', __name__], seconds=_SECONDS)
   if done.code is None:
-    return f'its GPUs do not answer: {done.problem}'
+    raise TimeoutError(done.problem)
   if done.code:
-    return f'its GPUs cannot be read: {" ".join(done.errors.split())[-200:]}'
+    raise RuntimeError(' '.join(done.errors.split())[-200:])
   found = json.loads(done.output)
+  if 'failure' in found:
+    return f'its GPUs cannot be read: {found["failure"]}'
   if found['count'] != expected:
     return f'it had {expected} GPUs at its first start and has {found["count"]} now'
   return '; '.join(found['problems'])
@@ -73,8 +79,12 @@ def read(pynvml: types.ModuleType) -> dict[str, Any]:
 def _main() -> None:
   import pynvml
 
-  pynvml.nvmlInit()
-  print(json.dumps(read(pynvml)))
+  try:
+    pynvml.nvmlInit()
+    found = read(pynvml)
+  except pynvml.NVMLError as error:
+    found = {'failure': f'{type(error).__name__}: {error}'}
+  print(json.dumps(found))
 
 
 if __name__ == '__main__':

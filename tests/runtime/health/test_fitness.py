@@ -1,10 +1,14 @@
 """Unfit GPUs, read by a child process through the real pynvml from a fake driver."""
 
 import os
+import sys
+import tempfile
+from unittest import mock
 
 import pytest
 
 from t5x_gpu.runtime.health import fitness
+from tests.helpers_disk import fill, small_disk
 from tests.runtime.health import fake_driver
 
 # GPUS is the number of GPUs. Damaged rows on GPU 1 and a recovery action of GPU 0 are optional.
@@ -71,16 +75,34 @@ def test_gpus_that_cannot_serve_another_start(driver, variables, problem):
   assert fitness.gpu_problem(8) == problem
 
 
-def test_a_driver_that_fails_or_hangs_is_a_problem(driver):
-  driver.setattr(fitness, '_SECONDS', 2)
+def test_a_driver_that_fails_is_a_problem(driver):
+  driver.setenv('BROKEN', '1')
+  assert fitness.gpu_problem(8) == (
+    'its GPUs cannot be read: NVMLError_DriverNotLoaded: Driver Not Loaded'
+  )
+
+
+def test_gpus_are_not_checked_without_an_answer_of_the_driver(driver, tmp_path):
   driver.setenv('GPUS', '8')
   driver.setenv('HANGS', '1')
-  assert fitness.gpu_problem(8) == 'its GPUs do not answer: no answer within 2 s'
-  driver.delenv('HANGS')
-  driver.setenv('BROKEN', '1')
-  driver.setattr(fitness, '_SECONDS', 60)
-  assert fitness.gpu_problem(8).startswith('its GPUs cannot be read: ')
-  assert fitness.gpu_problem(8).endswith('NVMLError_DriverNotLoaded: Driver Not Loaded')
+  with mock.patch.object(fitness, '_SECONDS', 2), pytest.raises(TimeoutError) as hangs:
+    fitness.gpu_problem(8)
+  assert str(hangs.value) == 'no answer within 2 s'
+  (python := tmp_path / 'python').write_text('#!/bin/sh\necho no package >&2\nexit 1\n')
+  python.chmod(0o755)
+  driver.setattr(sys, 'executable', str(python))
+  with pytest.raises(RuntimeError, match='no package'):
+    fitness.gpu_problem(8)
+
+
+def test_gpus_are_checked_while_the_disk_is_full(driver, tmp_path):
+  driver.setenv('GPUS', '8')
+  with small_disk(tmp_path / 'disk', size='64k') as disk:
+    driver.setattr(tempfile, 'tempdir', str(disk))
+    fill(disk)
+    assert fitness.gpu_problem(8) == ''
+    driver.setenv('GPUS', '7')
+    assert fitness.gpu_problem(8) == 'it had 8 GPUs at its first start and has 7 now'
 
 
 def test_a_host_without_gpus_is_not_asked(driver):
