@@ -13,7 +13,8 @@ from typing import Any
 
 from t5x_gpu.runtime import machine
 
-_SECONDS = 10
+# Without persistence mode, NVML initializes each GPU of a host whose processes have just ended.
+_SECONDS = 45
 # The driver asks for these before the GPU can be used; it advises others for a better time.
 _ACTIONS = {
   'GPU_RESET': 'a reset of the GPU',
