@@ -380,6 +380,7 @@ class Agent:
         if -ended.code in self._signals and ended.step is None:  # before it could take the signal
           break
         return shell_code(ended.code)
+      self._group.kill_children()
       if problem := _answer_of(self._find_problem):
         _log(f'not starting again: {socket.gethostname()} cannot take part: {problem}.')
         return shell_code(ended.code)
@@ -393,7 +394,6 @@ class Agent:
     """Starts all processes, and returns how they ended; `folder` is for their progress."""
     lost_at = None
     if self._group is not None:
-      self._group.kill_children()
       lost_at = self._group.failed_at
     files = _progress_files(folder, self._num_processes)
     history = interruptions.variables(self._run, self._interruptions)
@@ -536,7 +536,6 @@ class HostAgent:
       num_listed=max(1, len(listed)),
     )
     self._group: Optional[Group] = None
-    self._last: Optional[Group] = None
     self._folder: Optional[tempfile.TemporaryDirectory] = None
     self._files: list[pathlib.Path] = []
     self._ended_at: Optional[float] = None
@@ -594,7 +593,8 @@ class HostAgent:
       self._do(self._member.asked(self._untold.pop(0), time.monotonic()))
     if self._group is not None and not self._group.poll():
       report, self._ended_at = self._report(self._group), time.monotonic()
-      self._last, self._group = self._group, None
+      self._group.kill_children()
+      self._group = None
       self._look_for_problem()
       self._do(self._member.processes_ended(report, time.monotonic()))
     self._offer()
@@ -725,8 +725,6 @@ class HostAgent:
     return _progress_files(pathlib.Path(self._folder.name), self._num_processes)
 
   def _start_processes(self, generation: Generation, service: str) -> None:
-    if self._last is not None:
-      self._last.kill_children()
     names = ', '.join(listed(list(map(str, generation.hosts)), 8))
     if generation.cause:
       number = f'restart {generation.restarts.done} of at most {generation.restarts.allowed}'
@@ -766,9 +764,8 @@ class HostAgent:
       self._group.end(0)
       while self._group.poll():
         time.sleep(POLL_SECONDS)
-      self._last, self._group = self._group, None
-    if self._last is not None:
-      self._last.kill_children()
+      self._group.kill_children()
+      self._group = None
 
   def _exit_code(self) -> int:
     code, problem = self._exit.code, self._exit.problem

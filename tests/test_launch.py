@@ -443,7 +443,7 @@ def test_a_host_that_has_lost_a_gpu_starts_no_processes_again(capfd):
   assert f'{socket.gethostname()} cannot take part: it has 7 GPUs now.' in capfd.readouterr().err
 
 
-def test_failures_on_a_full_disk_are_told_apart_by_their_steps(tmp_path, monkeypatch, capfd):
+def test_failures_on_a_full_disk_differ_by_their_steps(tmp_path, monkeypatch, capfd):
   with small_disk(tmp_path / 'disk', size='256k') as disk:
     monkeypatch.setattr(tempfile, 'tempdir', str(disk))
     run, starts = agent(

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:os.fork.. was called:RuntimeWarn
 SECRET = 'T5X_GPU_JOB_SECRET'
 # A worker that tells its pid, runs until the file `done` appears, and stops as training does.
 WORKER = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
 from t5x_gpu.runtime import progress
 signal.signal(signal.SIGTERM, lambda *_: os._exit(85))
 rank, count = os.environ['JAX_PROCESS_INDEX'], os.environ['JAX_PROCESS_COUNT']
@@ -42,6 +42,9 @@ progress.ProgressFile(os.environ, first_step=0).step_done(7)
 me = pathlib.Path(f'{os.environ["GENERATION"]}_{rank}_of_{count}')
 me.with_suffix('.new').write_text(f'{os.getpid()} {os.environ["JAX_COORDINATOR_ADDRESS"]}')
 me.with_suffix('.new').rename(me)
+if pathlib.Path('children').exists():
+  child = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+  pathlib.Path(f'child_of_{rank}').write_text(str(child.pid))
 if pathlib.Path('stuck').exists():
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
 while not pathlib.Path('done').exists():
@@ -223,6 +226,25 @@ def test_processes_of_a_killed_agent_are_killed_even_if_they_are_stuck(three):
   assert not any(map(runs, old))
   (three.folder / 'done').touch()
   assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(0)
+
+
+def test_children_of_a_killed_process_end_while_its_host_waits(three):
+  (three.folder / 'children').touch()
+  for index in range(3):
+    three.start(index)
+  workers = three.workers(1, 6)
+  files = [three.folder / f'child_of_{rank}' for rank in range(6)]
+  three.wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+  children = [int(file.read_text()) for file in files]
+  try:
+    for index in (0, 1):  # so that nothing starts again
+      os.kill(three.pids[index], signal.SIGSTOP)
+    os.kill(workers[5], signal.SIGKILL)
+    three.wait_for(lambda: not any(map(runs, children[4:])))
+    assert all(map(runs, children[:4]))
+  finally:
+    for child in filter(runs, children):
+      os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize('lost', [0, 2])

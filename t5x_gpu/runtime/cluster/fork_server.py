@@ -10,7 +10,7 @@ So the server asks first: a process that runs as usual until it has read it (`an
 
 A request is a message {'set', 'unset', 'cpus', 'if_lost'} with the descriptor of a standard output.
 The server sends {'ready'}, then {'pid'} or {'error'} for each request, and {'pid', 'status'} for
-each end.
+each end. If its parent is killed, it ends the processes, and their children after them.
 """
 
 import ast
@@ -250,19 +250,30 @@ def _heed_signals(handlers: _Handlers) -> None:
 def _serve(link: socket.socket, handlers: _Handlers) -> None:
   """Forks processes until the parent is gone. Returns in each of them."""
   server = os.getpid()
-  children: dict[int, int] = {}  # descriptor: process
+  _prctl(_PR_SET_PDEATHSIG, 0)  # from now on, the end of the link tells the end of the parent
+  running: dict[int, int] = {}  # descriptor: process
+  # Processes that have ended stay in the system's table, so that their numbers name their groups
+  # and nothing else, until the parent has killed the groups.
+  ended: list[int] = []
+  if_lost: dict[int, int] = {}  # process: signal
   while True:
-    for ready in select.select([link, *children], [], [])[0]:
+    for ready in select.select([link, *running], [], [])[0]:
       if ready is not link:
-        pid = children.pop(ready)
+        pid = running.pop(ready)
         os.close(ready)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        _send(link, {'pid': pid, 'status': status})
+        ended.append(pid)
+        _send(link, {'pid': pid, 'status': _status(pid)})
         continue
       text, descriptors, *_ = socket.recv_fds(link, _LARGEST, 1)
       if not text:
+        _end(ended, {pid: if_lost[pid] for pid in running.values()})
         sys.exit()
       (output,) = descriptors
+      request = json.loads(text)
+      if not running:
+        for pid in ended:
+          os.waitpid(pid, 0)
+        ended.clear()
       waiting, has_session = os.pipe()
       try:
         with warnings.catch_warnings(action='ignore'):  # JAX has no threads before its backend
@@ -273,24 +284,40 @@ def _serve(link: socket.socket, handlers: _Handlers) -> None:
         if pid == 0:
           _heed_signals(handlers)
           link.close()
-          for descriptor in (waiting, *children):
+          for descriptor in (waiting, *running):
             os.close(descriptor)
-          _become(json.loads(text), output, server)
+          _become(request, output, server)
           os.close(has_session)
           return
         os.close(has_session)
         os.read(waiting, 1)  # until it can be killed with its session
-        children[os.pidfd_open(pid)] = pid
+        running[os.pidfd_open(pid)], if_lost[pid] = pid, request['if_lost']
         _send(link, {'pid': pid})
       os.close(waiting)
       os.close(output)
 
 
+def _status(pid: int) -> int:
+  """Returns the exit code of a child that has ended or will, minus the signal; it stays a child."""
+  found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+  return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _end(ended: Iterable[int], running: Mapping[int, int]) -> None:
+  """Ends processes with their signals; then kills what is left of their groups, and of ended ones.
+
+  A process that has to save may still need its children.
+  """
+  for pid, number in running.items():
+    (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+  for pid in (*ended, *running):
+    _status(pid)
+    os.killpg(pid, signal.SIGKILL)
+
+
 def _send(link: socket.socket, message: Mapping[str, Any]) -> None:
-  try:
+  with contextlib.suppress(ConnectionError):  # the parent is gone: the link ends
     link.send(json.dumps(message).encode())
-  except ConnectionError:
-    sys.exit()
 
 
 def _become(request: Mapping[str, Any], output: int, server: int) -> None:

@@ -20,12 +20,18 @@ pytestmark = pytest.mark.filterwarnings('ignore:os.fork.. was called:RuntimeWarn
 MODULES = {
   'slow': 'import os\nIMPORTED_BY = os.getpid()\n',
   'program': """
-import os, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
 import slow
 print(sys.argv[1:], os.environ.get('NAME'), os.environ.get('GONE'), sorted(os.sched_getaffinity(0)))
 print(slow.IMPORTED_BY == os.getppid(), os.getsid(0) == os.getpid(), __name__)
 print(sorted(os.listdir('/proc/self/fd')), flush=True)
 if os.environ['NAME'] == 'wait':
+  time.sleep(600)
+if os.environ['NAME'] in ('parent', 'ended parent'):
+  child = subprocess.Popen(['sleep', '600'])
+  pathlib.Path(os.environ['CHILD']).write_text(str(child.pid))
+if os.environ['NAME'] == 'parent':
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(child.poll() is not None))  # still needs it
   time.sleep(600)
 raise SystemExit(7)
 """,
@@ -131,6 +137,26 @@ def test_no_process_outlives_the_program_that_started_the_server(server, tmp_pat
   )
   pid = int(done.stdout)
   wait_for(lambda: not pathlib.Path(f'/proc/{pid}/exe').exists())
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
+def test_no_child_outlives_the_program_that_started_the_server(server, tmp_path, number):
+  program = (
+    'import os, sys, time\n'
+    'from t5x_gpu.runtime.cluster.fork_server import ForkServer\n'
+    'server = ForkServer("program", [], imports=(), env=os.environ)\n'
+    'assert server.wait_until_ready(60)\n'
+    'for name in ("parent", "ended parent"):\n'
+    '  env = {**os.environ, "NAME": name, "CHILD": name}\n'
+    f'  process = server.start(env, None, {int(number)})\n'
+    '  while not os.path.exists(name) or not open(name).read(): time.sleep(0.01)\n'
+    '  if name != "parent": process.wait()\n'
+    'os.kill(os.getpid(), 9)\n'
+  )
+  subprocess.run([sys.executable, '-c', program], env=server.env, cwd=tmp_path)
+  for name in ('ended parent', 'parent'):
+    pid = int((tmp_path / name).read_text())
+    wait_for(lambda pid=pid: not pathlib.Path(f'/proc/{pid}/exe').exists())
 
 
 def test_a_server_that_cannot_import_is_not_ready(tmp_path):
