@@ -104,6 +104,7 @@ KILL_SECONDS = 10
 POLL_SECONDS = 0.02
 # Processes that were asked to stop exit one after the other, the last after the save.
 STOPPED_SECONDS = 120
+CLOCK_SECONDS = 2  # clocks of hosts that differ by less are the same
 START_SECONDS = 300  # for all hosts to come, as `DistributedConfig` gives processes
 # What a run imports later than at its start.
 LATER_IMPORTS = ('t5x_gpu.data.synthetic', 't5x_gpu.training.optimizers')
@@ -544,6 +545,7 @@ class HostAgent:
     self._is_paused = False
     self._exit: Optional[generations.Exit] = None
     self._reason = ''  # why the last connection failed
+    self._ahead = 0.0  # seconds by which the clock of this host is ahead of the clock of the run
     self._is_full = False  # whether it has said that too many files are open
 
   def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
@@ -647,8 +649,21 @@ class HostAgent:
           own := self._links.own_host(link)
         ):
           self._own_host = own  # the name of this host may mean loopback here
+        if isinstance(message, generations.Welcome):
+          self._compare_clocks(message.time)
         return self._member.received(link, message, now)
     raise AssertionError(event)
+
+  def _compare_clocks(self, leaders: float) -> None:
+    """Names this host if its clock differs, and corrects its times by the leader's."""
+    ahead = time.time() - leaders
+    self._ahead = ahead if abs(ahead) > CLOCK_SECONDS else 0.0
+    if self._ahead:
+      how = 'ahead of' if ahead > 0 else 'behind'
+      _log(
+        f'the clock of {self._member.me} is {abs(ahead):.0f} s {how} the clock of the host that '
+        'leads; the times of this run follow the leader. Set the clock.'
+      )
 
   def _refuse_version(self, link: int, now: float) -> list[generations.Action]:
     """Turns away an agent whose message this one cannot read."""
@@ -666,6 +681,8 @@ class HostAgent:
         return
       match action:
         case generations.Send(link, message):
+          if isinstance(message, generations.Welcome):
+            message = generations.Welcome(time.time() - self._ahead)
           self._links.send(link, message)
         case generations.Connect(index, address):
           to = self._addresses if index == 0 else self._listed[index : index + 1]
@@ -737,6 +754,7 @@ class HostAgent:
     position = generation.position(self._member.me.index)
     more = {
       progress.HOST_COUNTS_VARIABLE: str(self._files[0].parent / _HOST_COUNTS),
+      interruptions.CLOCK_VARIABLE: str(self._ahead),
       **interruptions.variables(generation.run, generation.interruptions),
     }
     self._group = self._start(
@@ -755,8 +773,10 @@ class HostAgent:
     counts = progress.read_host_counts(self._files[0].parent / _HOST_COUNTS)
     failed = tuple(sorted(group.failed))
     number, paused = self._member.started.number, self._is_paused
+    ended_at = max(0.0, group.ended_at - self._ahead)
+    stepped_at = stepped_at and max(0.0, stepped_at - self._ahead)
     return HostReport(
-      number, code, failed, step, asked, counts, paused, group.ended_at, stepped_at, group.error()
+      number, code, failed, step, asked, counts, paused, ended_at, stepped_at, group.error()
     )
 
   def _end_processes(self) -> None:

@@ -96,7 +96,9 @@ def train_run(
       log(plan.dry_run_text())
       return 0
     with Goodput(
-      enabled=distributed.is_main_process(), age_seconds=machine.seconds_since_start()
+      enabled=distributed.is_main_process(),
+      age_seconds=machine.seconds_since_start(),
+      now=interruptions.run_clock(os.environ),
     ) as goodput:
       if model_dir.steps and not model_dir.is_remote:
         # A failed restart counts too.

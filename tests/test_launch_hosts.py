@@ -88,6 +88,9 @@ class Hosts:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = (os.fdopen(n, 'w', buffering=1) for n in (1, 2))
+    if (shift := pathlib.Path(f'clock_{index}')).exists():
+      real, seconds = time.time, float(shift.read_text())
+      time.time = lambda: real() + seconds
     generations.GRACE_SECONDS, generations.GROW_SECONDS, generations.FIND_SECONDS = 1, 2, 1
     env = {
       **os.environ,
@@ -245,6 +248,33 @@ def test_children_of_a_killed_process_end_while_its_host_waits(three):
   finally:
     for child in filter(runs, children):
       os.kill(child, signal.SIGKILL)
+
+
+def test_a_clock_that_differs_is_named_and_the_times_of_the_run_follow_one_clock(three):
+  (three.folder / 'clock_1').write_text('-60')
+  (three.folder / 'clock_2').write_text('1')
+  for index in range(3):
+    three.start(index)
+  pids = three.workers(1, 6)
+  at = time.time()
+  os.kill(pids[2], signal.SIGKILL)
+  pids = three.workers(2, 6)
+  assert 'the clock of host 1 (vm) is 60 s behind' in three.output(1)
+  assert 'the clock of' not in three.output(0) + three.output(2)
+  environ = [
+    dict(
+      variable.split('=', 1)
+      for variable in pathlib.Path(f'/proc/{pid}/environ').read_text().split('\0')
+      if '=' in variable
+    )
+    for pid in pids
+  ]
+  ahead = [float(each[interruptions.CLOCK_VARIABLE]) for each in environ]
+  assert ahead == pytest.approx([0, 0, -60, -60, 0, 0], abs=5)
+  (killed,) = interruptions.history_of(interruptions.facts(environ[0])).interruptions
+  assert killed.at == pytest.approx(at, abs=30)
+  (three.folder / 'done').touch()
+  assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(0)
 
 
 @pytest.mark.parametrize('lost', [0, 2])

@@ -217,7 +217,13 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class Welcome:
-  """The leader has taken the sender of Hello in."""
+  """The leader has taken the sender of Hello in.
+
+  Attributes:
+    time: when the shell sent this by the clock of the run, in seconds since 1970; 0 before.
+  """
+
+  time: Time = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

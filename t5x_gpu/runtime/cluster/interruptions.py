@@ -7,13 +7,16 @@ start (`metrics/goodput.py`), and reports add what each has cost.
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Optional
 
 from t5x_gpu.runtime.cluster.restarts import EXIT_STUCK
 from t5x_gpu.storage.json_schema import Json, JsonObject, Number, from_json, parse_json, to_json
 
 VARIABLE = 'T5X_GPU_INTERRUPTIONS'
+# Seconds by which the clock of this host is ahead of the clock of the run, if they differ.
+CLOCK_VARIABLE = 'T5X_GPU_CLOCK_AHEAD'
 FACT = 'launch'  # the ledger's name for the value of `VARIABLE`
 MOST = 16  # a start that fails early records nothing, so the next one has earlier ones as well
 
@@ -91,6 +94,15 @@ def is_restart(environ: Mapping[str, str]) -> bool:
   """Returns whether `launch` has started this process to continue a run."""
   history = history_of(facts(environ))
   return history is not None and bool(history.interruptions)
+
+
+def run_clock(environ: Mapping[str, str]) -> Callable[[], float]:
+  """Returns a clock that all hosts of the run share, in seconds since 1970."""
+  try:
+    ahead = float(environ.get(CLOCK_VARIABLE, 0))
+  except ValueError:
+    ahead = 0.0
+  return lambda: time.time() - ahead
 
 
 def history_of(facts: Json) -> Optional[History]:

@@ -1,5 +1,7 @@
 """What `launch` knows about the ends of a run's starts."""
 
+import time
+
 import pytest
 
 from t5x_gpu.runtime.cluster import interruptions
@@ -35,6 +37,14 @@ USER_ERROR = """[1/2] TrainingError: The loss of step 14 is nan.
 )
 def test_the_line_of_an_output_that_names_the_error(output, line):
   assert interruptions.error_line(output.splitlines()) == line
+
+
+@pytest.mark.parametrize(
+  'environ, ahead',
+  [({}, 0), ({'T5X_GPU_CLOCK_AHEAD': '-60.5'}, -60.5), ({'T5X_GPU_CLOCK_AHEAD': 'x'}, 0)],
+)
+def test_all_hosts_of_a_run_share_a_clock(environ, ahead):
+  assert interruptions.run_clock(environ)() == pytest.approx(time.time() - ahead, abs=5)
 
 
 def test_a_start_knows_the_last_interruptions():
