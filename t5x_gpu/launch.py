@@ -359,10 +359,9 @@ class Agent:
     self._signals: list[int] = []
 
   def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
-    """Passes a signal on to all processes; the run then does not start again."""
+    """Has `wait` pass a signal on to all processes; the run then does not start again."""
+    del frame
     self._signals.append(number)
-    if self._group is not None:
-      self._group.forward(number, frame)
 
   def wait(self) -> int:
     """Returns the exit code of the first process that failed in the last start, 0 if none did."""
@@ -400,9 +399,11 @@ class Agent:
     history = interruptions.variables(self._run, self._interruptions)
     self._starts += 1
     self._group = group = self._start([{**_reporting_to(file), **history} for file in files])
-    for number in self._signals:  # sent during the start
-      group.forward(number)
+    forwarded = 0
     while group.poll():
+      for number in self._signals[forwarded:]:
+        group.forward(number)
+        forwarded += 1
       if lost_at is not None and _log_progress(
         files[0], last_step=self._restarts.last.step, lost_at=lost_at
       ):
@@ -541,7 +542,7 @@ class HostAgent:
     self._files: list[pathlib.Path] = []
     self._ended_at: Optional[float] = None
     self._signals: list[int] = []
-    self._untold: list[int] = []
+    self._num_taken = 0  # of these, by the main loop: a handler may come in the middle of a call
     self._is_paused = False
     self._exit: Optional[generations.Exit] = None
     self._reason = ''  # why the last connection failed
@@ -549,11 +550,9 @@ class HostAgent:
     self._is_full = False  # whether it has said that too many files are open
 
   def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
-    """Passes a signal on to the processes; the run then does not start again."""
+    """Has `wait` pass a signal on to the processes; the run then does not start again."""
+    del frame
     self._signals.append(number)
-    self._untold.append(number)
-    if self._group is not None:
-      self._group.forward(number, frame)
 
   def wait(self) -> int:
     """Returns the exit code of the run.
@@ -591,8 +590,12 @@ class HostAgent:
   def _take_events(self) -> None:
     for event in self._links.poll(POLL_SECONDS):
       self._do(self._after(event))
-    while self._untold:
-      self._do(self._member.asked(self._untold.pop(0), time.monotonic()))
+    while self._num_taken < len(self._signals):
+      number = self._signals[self._num_taken]
+      self._num_taken += 1
+      if self._group is not None:
+        self._group.forward(number)
+      self._do(self._member.asked(number, time.monotonic()))
     if self._group is not None and not self._group.poll():
       report, self._ended_at = self._report(self._group), time.monotonic()
       self._group.kill_children()
@@ -760,7 +763,7 @@ class HostAgent:
     self._group = self._start(
       generation, position, service, [{**_reporting_to(file), **more} for file in self._files]
     )
-    for number in self._signals:  # sent during the start
+    for number in self._signals[: self._num_taken]:  # `_take_events` passes the others on
       self._group.forward(number)
 
   def _report(self, group: Group) -> HostReport:

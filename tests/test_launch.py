@@ -526,6 +526,16 @@ def test_a_stop_signal_ends_the_run_even_if_it_kills_a_process(state, number, co
   stopper.join()
 
 
+def test_a_signal_handler_leaves_the_processes_to_the_main_loop(monkeypatch):
+  run, _ = agent('time.sleep(600)', 1)
+  sent = []
+  monkeypatch.setattr(launch.Group, '_send', lambda group, number: sent.append(number))
+  run._group = group = launch.Group([sys.executable, '-c', ''], plan(1, use_gpus=False))
+  run.forward(signal.SIGTERM)  # may come in the middle of a poll of the same process
+  assert not sent
+  group.wait()
+
+
 def test_a_stop_signal_between_two_starts_prevents_the_second(monkeypatch):
   run, starts = agent('sys.exit(1)', 1)
   monkeypatch.setattr(launch, '_log', lambda text: run.forward(signal.SIGTERM))
