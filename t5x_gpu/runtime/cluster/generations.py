@@ -104,10 +104,15 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Blame:
-  """A failure that the machine named `host` caused, `seconds` before a generation started."""
+  """A failure that the machine named `host` caused, `seconds` before a generation started.
+
+  Attributes:
+    repeats: whether the failure before it was the same.
+  """
 
   host: str
   seconds: float
+  repeats: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -769,8 +774,8 @@ class Member:
     self._started_at = now
     self._seen.update((host.index, host) for host in generation.members)
     if self.me not in generation.hosts:
-      if _is_bad(self.me, generation.blamed):
-        reason = f'it caused {BAD_HOST_FAILURES} failures within a day'
+      if bad := _why_bad(self.me, generation.blamed):
+        reason = f'it {bad}'
       elif len(generation.hosts) == self._most:
         reason = 'the run has all the hosts that it needs'
       else:
@@ -961,14 +966,23 @@ class Member:
       if hello.report and hello.report.number == last.number and hello.host in trained
     }
     ended, blamed, interruption = self._cause(last, reports, asked)
-    restarts, then = last.restarts.after(ended)
-    if isinstance(then, Stop):
-      code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
-      return self._finish(code, then.reason)
+    blamed = self._blamed(last, now) + blamed
     present = self._present()
     # Processes know the numbers up to their own number of hosts, earlier generations larger ones.
     reported = next((r.host_counts for r in reports.values() if r.host_counts), ())
     counts = sorted({*last.host_counts, *reported})
+    suspect = self._suspect(last, ended)
+    if suspect is not None:
+      without = (*blamed, Blame(suspect.name, 0, repeats=True))
+      hosts, _ = self._chosen(present, counts, without)
+      if hosts and all(host.index != suspect.index for host in hosts):
+        blamed = without
+      else:
+        suspect = None
+    restarts, then = last.restarts.after(ended, leaves_out_host=suspect is not None)
+    if isinstance(then, Stop):
+      code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
+      return self._finish(code, then.reason)
     here = {host.index for host in present}
     missing = [h for h in last.hosts if h.index not in here and h.incarnation not in self._unfit]
     may_have_started = [
@@ -980,11 +994,9 @@ class Member:
     before = (last, *may_have_started)
     is_safe = all(has_share(present, each) for each in before) or self._all_are_there(before)
     self._is_stranded = not is_safe
-    blamed = self._blamed(last, now) + blamed
     hosts, spares = self._chosen(present, counts, blamed)
     waited = not missing or now >= self._since + GRACE_SECONDS
     if is_safe and hosts and (waited or len(hosts) >= len(last.hosts)):
-      bad = [host for host in spares if host in last.hosts and _is_bad(host, blamed)]
       if ended.paused:
         joins = f'{_new(hosts, last) or "no further host"} joins'
         interruption = dataclasses.replace(interruption, cause=joins)
@@ -992,10 +1004,9 @@ class Member:
       made = Generation('', 0, hosts, spares, restarts, tuple(counts), known, blamed)
       return [
         *(
-          Log(
-            f'{h} caused {BAD_HOST_FAILURES} failures within a day; the run continues without it.'
-          )
-          for h in bad
+          Log(f'{host} {bad}; the run continues without it.')
+          for host in spares
+          if host in last.hosts and (bad := _why_bad(host, blamed))
         ),
         *self._propose(made, now),
       ]
@@ -1109,6 +1120,12 @@ class Member:
     others = [host for host in generation.hosts if host != self.me]
     return 2 * sum(host.incarnation in self._away for host in others) > len(others) > 1
 
+  def _suspect(self, last: Generation, ended: Ended) -> Optional[Host]:
+    """Returns the only host that caused both `ended` and the failure that it repeats, if any."""
+    indices = {process // self._per_host for process in last.restarts.suspects(ended)}
+    position = last.position(min(indices)) if len(indices) == 1 else None
+    return None if position is None else last.hosts[position]
+
   def _stable(self, host: Host, local: Iterable[int]) -> frozenset[int]:
     """Returns numbers of processes that do not change with the hosts, as ranks do."""
     return frozenset(host.index * self._per_host + index for index in local)
@@ -1116,7 +1133,7 @@ class Member:
   def _blamed(self, generation: Generation, now: float) -> tuple[Blame, ...]:
     """Returns the failures before `generation` that still count."""
     since = now - self._started_at if self.started == generation else 0.0
-    ages = (Blame(each.host, each.seconds + since) for each in generation.blamed)
+    ages = (dataclasses.replace(each, seconds=each.seconds + since) for each in generation.blamed)
     return tuple(each for each in ages if each.seconds < BAD_HOST_SECONDS)
 
   def _chosen(
@@ -1126,8 +1143,8 @@ class Member:
 
     Bad hosts are spares, unless the mesh does not fit the others alone.
     """
-    bad = [host for host in present if _is_bad(host, blamed)]
-    good = [host for host in present if not _is_bad(host, blamed)]
+    bad = [host for host in present if _why_bad(host, blamed)]
+    good = [host for host in present if not _why_bad(host, blamed)]
     for most in (len(good), len(present)):
       if count := max((n for n in counts if n <= min(most, self._most)), default=0):
         chosen = frozenset((good + bad)[:count])
@@ -1184,9 +1201,14 @@ def _new(hosts: Sequence[Host], last: Generation) -> str:
   return _names([host for host in hosts if host not in last.hosts])
 
 
-def _is_bad(host: Host, blamed: Sequence[Blame]) -> bool:
-  """Returns whether the machine of this agent has caused too many failures."""
-  return sum(each.host == host.name for each in blamed) >= BAD_HOST_FAILURES
+def _why_bad(host: Host, blamed: Sequence[Blame]) -> str:
+  """Returns what the machine of this agent did that keeps it out of generations; '' if nothing."""
+  own = [each for each in blamed if each.host == host.name]
+  if any(each.repeats for each in own):
+    return 'failed twice in a row at the same step'
+  if len(own) >= BAD_HOST_FAILURES:
+    return f'caused {BAD_HOST_FAILURES} failures within a day'
+  return ''
 
 
 def _give_up(

@@ -94,11 +94,29 @@ class Restarts:
   done: int = 0
   last: Optional[Ended] = None
 
-  def after(self, ended: Ended) -> tuple['Restarts', Union[Stop, Restart]]:
+  def suspects(self, ended: Ended) -> frozenset[int]:
+    """Returns the processes that caused both `ended` and the failure that it repeats.
+
+    Empty if it does not repeat, or if the causes of one of the two are not known.
+    """
+    if self.last is None or not ended.repeats(self.last):
+      return frozenset()
+    if not ended.culprits or not self.last.culprits:
+      return frozenset()
+    return ended.culprits | self.last.culprits
+
+  def after(
+    self, ended: Ended, *, leaves_out_host: bool = False
+  ) -> tuple['Restarts', Union[Stop, Restart]]:
     """Returns what follows an end, and the state then.
 
-    Every failure uses up one restart, so a run of any faults ends; a pause does not. A failure that
-    repeats at the same step is not the fault of a machine: another start would end the same way.
+    Every failure uses up one restart, so a run of any faults ends; a pause does not. If a failure
+    repeats at the same step, another start would end the same way, unless its host is the reason.
+
+    Args:
+      ended: how the processes ended.
+      leaves_out_host: whether another start would be without the only host that caused `ended` and
+        `last`. If the failure then repeats, on any host, the run ends.
     """
     if ended.paused and not ended.asked:
       return self, Restart(self.done)
@@ -107,8 +125,10 @@ class Restarts:
     if ended.code in _FINAL_CODES:
       return self, Stop('another start would end with the same error')
     if self.last is not None and ended.repeats(self.last):
-      place = 'before the first step' if ended.step is None else f'after step {ended.step}'
-      return self, Stop(f'it failed twice in a row {place}')
+      if not leaves_out_host:
+        place = 'before the first step' if ended.step is None else f'after step {ended.step}'
+        return self, Stop(f'it failed twice in a row {place}')
+      ended = dataclasses.replace(ended, failed=frozenset())
     if self.done == self.allowed:
       return self, Stop(f'--restarts={self.allowed} are used up')
     return Restarts(self.allowed, self.done + 1, ended), Restart(self.done + 1)

@@ -693,6 +693,54 @@ def test_the_same_failure_twice_ends_the_run_on_all_hosts_with_its_code():
   assert made.exits[2].problem.what == 'it failed twice in a row after step 5'
 
 
+def failed_twice(made: Network, index: int, code: int = -11) -> Network:
+  for _ in range(2):
+    made.end(index, code)
+    made.settle(2)
+  return made
+
+
+@pytest.mark.parametrize('step', [None, 5000])
+def test_a_spare_takes_the_place_of_a_host_that_fails_twice_in_a_row(step):
+  made = Network(4, host_counts=ANY, spares=1)
+  made.settle()
+  made.step = step
+  failed_twice(made, 2)
+  assert made.hosts() == [0, 1, 3] and [host.index for host in made.whole().spares] == [2]
+  reason = 'failed twice in a row at the same step'
+  assert f'0: host 2 (gpu-2) {reason}; the run continues without it.' in made.log
+  assert f'2: host 2 (gpu-2) waits as a spare: it {reason}.' in made.log
+  made.settle(2 * g.GROW_SECONDS)
+  assert made.hosts() == [0, 1, 3]
+
+
+def test_a_host_that_fails_twice_in_a_row_is_left_out_if_the_mesh_fits_the_others():
+  made = Network(8, host_counts=tuple(range(1, 9)))
+  made.settle()
+  made.step = 5000
+  failed_twice(made, 5, -7)
+  assert made.hosts() == [0, 1, 2, 3, 4, 6, 7] and made.whole().restarts.done == 2
+
+
+def test_the_same_failure_on_another_host_then_ends_the_run():
+  made = network(4, host_counts=ANY)
+  made.step = 5
+  failed_twice(made, 2)
+  made.end(1, -11)
+  made.settle(2)
+  assert {exit.code for exit in made.exits.values()} == {139} and len(made.exits) == 4
+  assert made.exits[2].problem.what == 'it failed twice in a row after step 5'
+
+
+def test_a_second_host_that_fails_twice_in_a_row_is_left_out_too():
+  made = network(4, host_counts=ANY)
+  made.step = 5
+  failed_twice(made, 2)
+  made.step = 50
+  failed_twice(made, 1)
+  assert made.hosts() == [0, 3] and not made.exits
+
+
 @pytest.mark.parametrize('lost', [0, 2])
 def test_a_host_that_is_lost_again_at_the_same_step_does_not_end_the_run(lost):
   made = network(3, host_counts=ANY)

@@ -59,6 +59,21 @@ def test_a_code_that_all_processes_share_does_not_distinguish_two_faults(code):
   assert isinstance(follow(9, killed(1, step=7), Ended(code, frozenset({2}), 7)), Stop)
 
 
+def test_a_failure_that_left_out_a_host_ends_the_run_if_it_comes_again_elsewhere():
+  state, _ = Restarts(9).after(killed(1))
+  state, then = state.after(killed(1), leaves_out_host=True)
+  assert then == Restart(2)
+  assert state.after(killed(5, step=140))[1] == Restart(3)
+  assert isinstance(state.after(killed(5))[1], Stop) and not state.suspects(killed(5))
+
+
+def test_suspects_are_all_processes_that_caused_a_failure_that_repeats():
+  state, _ = Restarts(9).after(killed(1, 2))
+  assert state.suspects(killed(2, 3)) == {1, 2, 3}
+  assert not state.suspects(killed(2, 3, step=140)) and not state.suspects(killed(4))
+  assert not state.suspects(Ended(1, frozenset({1}), 100))
+
+
 def test_a_fault_between_two_equal_ones_shows_that_they_do_not_repeat():
   assert follow(9, killed(1), killed(2, step=140), killed(1)) == Restart(3)
 
