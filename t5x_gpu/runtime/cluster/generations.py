@@ -7,10 +7,11 @@ generation and starts it once all agents in it have accepted.
 
 No two generations train at the same time, in a network that is cut as well:
 
-- A leader needs more than half of the hosts of the last generation, or half with its first host.
-  Agents report each generation that they accepted, and a leader needs this share of each that may
-  have started. So the leaders of two generations in a row share an agent, which has ended the
-  first before it accepts the second.
+- A leader needs more than half of the hosts of the last generation. Of two halves, the one with
+  more of its spares counts, then the one with its first host. Agents report each generation that
+  they accepted, and a leader needs this share of each that may have started. So any two leaders
+  after a generation share an agent, which knows what the first of them has started; and each has a
+  host that has ended the generation.
 - An agent follows one leader at a time and reports only after its processes have ended. Processes
   of a generation cannot finish a step without each other, so one host that has left ends it.
 - An agent that was started again knows nothing and does not count (`incarnation`). But the
@@ -402,14 +403,18 @@ Action = Union[Send, Connect, Drop, Offer, StartProcesses, PauseProcesses, EndPr
 
 
 def has_share(present: Iterable[Host], generation: Generation) -> bool:
-  """Returns whether `present` are more than half of the generation's hosts, or half with its first.
+  """Returns whether `present` may start the next generation: no other part of this one may.
 
-  Agents that were started again after it do not count.
+  They are more than half of its hosts. Of two halves, the one with more of its spares may, and if
+  these are halves too, the one with its first host. Agents that were started again do not count.
   """
   alive = {host.incarnation for host in present}
-  hosts = generation.hosts
-  count = sum(host.incarnation in alive for host in hosts)
-  return 2 * count > len(hosts) or (2 * count == len(hosts) and hosts[0].incarnation in alive)
+
+  def lead(hosts: Sequence[Host]) -> int:
+    """Returns how many more of `hosts` are present than absent."""
+    return sum(1 if host.incarnation in alive else -1 for host in hosts)
+
+  return (lead(generation.hosts), lead(generation.spares), lead(generation.hosts[:1])) > (0, 0, 0)
 
 
 def stop_code(number: int) -> int:
@@ -1039,7 +1044,7 @@ class Member:
     if len(present) == self._host_count or late:
       hosts, spares = tuple(present[: self._most]), tuple(present[self._most :])
       first = Generation('', 0, hosts, spares, Restarts(self._allowed), (self._most,))
-      return self._propose(first, now)
+      return [*_of_one_host(first), *self._propose(first, now)]
     missing = sorted(set(range(self._host_count)) - {host.index for host in present})
     if now < self._since + self._start_seconds:
       return self._remind([f'host {index}' for index in missing], now)
@@ -1199,6 +1204,14 @@ class Member:
 def _new(hosts: Sequence[Host], last: Generation) -> str:
   """Returns the names of the hosts that had no processes in `last`."""
   return _names([host for host in hosts if host not in last.hosts])
+
+
+def _of_one_host(generation: Generation) -> list[Action]:
+  """Returns a warning if the spares cannot take the place of a lost host."""
+  if len(generation.hosts) > 1 or not generation.spares:
+    return []
+  text = 'they cannot know whether it still trains. Two hosts and a spare survive the loss of one'
+  return [Log(f'if {generation.hosts[0]} is lost, the spares wait for it: {text}.')]
 
 
 def _why_bad(host: Host, blamed: Sequence[Blame]) -> str:

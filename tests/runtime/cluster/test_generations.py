@@ -473,6 +473,63 @@ def test_a_spare_takes_the_place_of_a_lost_host_at_once():
   assert made.hosts() == [0, 2, 3] and made.whole().number == 2
 
 
+def with_spares(num_hosts: int, spares: int) -> Network:
+  made = Network(num_hosts + spares, host_counts=tuple(range(1, num_hosts + 1)), spares=spares)
+  made.settle()
+  assert made.hosts() == list(range(num_hosts))
+  made.step = 100
+  return made
+
+
+@pytest.mark.parametrize(
+  'num_hosts, spares, lost, left',
+  [
+    (2, 1, {0}, [1, 2]),
+    (2, 1, {1}, [0, 2]),
+    (4, 2, {0, 1}, [2, 3, 4, 5]),
+    (4, 2, {0, 1, 4}, []),  # half of each, without the first host
+    (4, 2, {2, 3, 4}, [0, 1, 5]),
+    (4, 2, {2, 4, 5}, [0, 1, 3]),  # spares decide only between halves
+    (1, 2, {1, 2}, [0]),
+    (1, 2, {0}, []),  # it may still train
+  ],
+)
+def test_spares_decide_between_two_halves_of_the_hosts(num_hosts, spares, lost, left):
+  made = with_spares(num_hosts, spares)
+  for index in lost:
+    made.kill(index)
+  made.settle(g.GRACE_SECONDS + 2)
+  if 0 in left:
+    made.end(0, KILLED)  # a loss of spares alone starts nothing
+    made.settle(2)
+  assert made.hosts() == left
+  made.settle(g.HOLD_SECONDS)
+  assert bool(made.exits) == (not left)
+
+
+@pytest.mark.parametrize(
+  'num_hosts, spares, cut_off, left',
+  [
+    (2, 1, {0}, [1, 2]),
+    (2, 3, {2, 3, 4}, [0, 1]),  # spares alone do not know whether the others train
+    (4, 2, {0, 1, 4}, [0, 1, 4]),
+    (4, 2, {0, 1}, [2, 3, 4, 5]),
+  ],
+)
+def test_of_a_cut_network_one_part_continues_and_spares_count_in_halves(
+  num_hosts, spares, cut_off, left
+):
+  made = with_spares(num_hosts, spares)
+  made.cut_off(cut_off)
+  made.settle(g.HOLD_SECONDS + 5)
+  assert made.hosts() == left and made.exits.keys() == set(range(num_hosts + spares)) - set(left)
+
+
+def test_a_run_of_one_host_says_that_spares_cannot_replace_it():
+  made = with_spares(1, 1)
+  assert any('if host 0 (gpu-0) is lost, the spares wait for it' in line for line in made.log)
+
+
 def test_a_run_does_not_wait_long_for_its_spares():
   made = Network(4, spares=1)
   made.kill(3)
@@ -902,14 +959,16 @@ def happen(made: Network, faults: Sequence[tuple[str, int, int]]) -> None:
   st.integers(0, 2**16),
   st.booleans(),
   st.integers(1, 5),
+  st.integers(0, 3),
 )
 def test_whatever_happens_no_two_generations_train_and_the_run_ends(
-  num_hosts, restarts, faults, seed, is_elastic, num_listed
+  num_hosts, restarts, faults, seed, is_elastic, num_listed, spares
 ):
   made = Network(
     num_hosts,
     restarts=restarts,
     host_counts=tuple(range(1, num_hosts + 1)) if is_elastic else (),
+    spares=min(spares, num_hosts - 1),
     seed=seed,
     num_listed=min(num_listed, num_hosts),
   )
@@ -928,14 +987,18 @@ def test_whatever_happens_no_two_generations_train_and_the_run_ends(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(2, 5), FAULTS, st.integers(0, 2**16), st.integers(1, 5))
+@given(
+  st.integers(2, 5), FAULTS, st.integers(0, 2**16), st.integers(1, 5), st.sampled_from([0, 0, 1, 3])
+)
 def test_whatever_happens_all_hosts_train_soon_after_all_of_them_are_there(
-  num_hosts, faults, seed, num_listed
+  num_hosts, faults, seed, num_listed, spares
 ):
+  spares = min(spares, num_hosts - 1)
   made = Network(
     num_hosts,
     restarts=1000,
     host_counts=tuple(range(1, num_hosts + 1)),
+    spares=spares,
     seed=seed,
     num_listed=min(num_listed, num_hosts),
   )
@@ -943,7 +1006,7 @@ def test_whatever_happens_all_hosts_train_soon_after_all_of_them_are_there(
   made.cut.clear()
   made.now += g.BAD_HOST_SECONDS  # no host is bad any more
   deadline = made.now + 2 * g.GROW_SECONDS + 4 * g.GRACE_SECONDS
-  while made.hosts() != list(range(num_hosts)):
+  while len(made.hosts()) != num_hosts - spares:
     assert made.now < deadline, (made.log, made.exits)
     for index in set(range(num_hosts)) - made.agents.keys():
       made.boot(index)  # as a supervisor does
