@@ -574,6 +574,7 @@ class HostAgent:
             'can join this run. See docs/security.md.'
           )
         self._know_address(addresses.split(listening.address)[0], listening.port)
+      self._leave_if_unfit()
       self._do(self._member.start(time.monotonic()))
       while self._exit is None:
         self._take_events()
@@ -582,6 +583,17 @@ class HostAgent:
       self._folder.cleanup()
       self._links.leave()
     return self._exit_code()
+
+  def _leave_if_unfit(self) -> None:
+    """Leaves before others pause their processes for this host, and then continue alone."""
+    self._look_for_problem()
+    while not self._problem.done():
+      if self._signals:
+        return
+      time.sleep(POLL_SECONDS)
+    problem, self._problem = self._problem.result(), None
+    if problem:
+      self._do(self._member.unfit(problem, time.monotonic()))
 
   def _know_address(self, host: str, port: int) -> None:
     self._own_host = host

@@ -304,14 +304,19 @@ def test_a_new_agent_finds_the_run_while_host_0_is_away(three):
 
 
 def test_a_host_that_has_lost_a_gpu_leaves_and_is_named_with_both_numbers(three):
-  (three.folder / 'unfit_2').touch()
   for index in range(3):
     three.start(index)
-  os.kill(three.workers(1, 6)[0], signal.SIGKILL)
+  workers = three.workers(1, 6)
+  (three.folder / 'unfit_2').touch()
+  os.kill(workers[0], signal.SIGKILL)
   three.workers(3, 4)  # the second generation was proposed and not started
   assert three.end(2) == 1
   assert 'leaves the run: it had 8 GPUs and has 7 now.' in three.output(2)
   assert f'host 2 ({socket.gethostname()}) leaves the run: it had 8 GPUs' in three.output(0)
+  three.start(2)  # by a supervisor; nothing is repaired
+  assert three.end(2) == 1
+  assert 'cannot take part in the run: it had 8 GPUs and has 7 now.' in three.output(2)
+  assert 'the run is saved' not in three.output(0)
   (three.folder / 'done').touch()
   assert [three.end(0), three.end(1)] == [0, 0], three.output(0)
 

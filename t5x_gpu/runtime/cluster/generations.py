@@ -296,9 +296,15 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Unfit:
-  """The sender leaves: its host cannot take part in another generation."""
+  """The sender leaves: its host cannot take part in another generation.
+
+  Attributes:
+    reason: why it cannot.
+    report: how the last generation ended on its host; None if it had no processes there.
+  """
 
   reason: str
+  report: Optional[HostReport] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -506,7 +512,7 @@ class Member:
     self._offers: dict[int, str] = {}
     self._probe_at = 0.0
     self._remind_at = 0.0
-    self._unfit: set[str] = set()  # incarnations of hosts that have left for good
+    self._unfit: dict[str, Unfit] = {}  # by incarnation, of hosts that have left for good
     self._is_stranded = False  # without the share of the hosts that a leader needs
     self._is_over = False
 
@@ -568,9 +574,10 @@ class Member:
     links = [follower.link for follower in self._followers.values()] if self._leads else []
     if self._leader is not None:
       links.append(self._leader)
+    leaves = 'leaves' if self.started else 'cannot take part in'
     return [
-      *(Send(link, Unfit(reason)) for link in links),
-      Exit(1, Problem(f'{_capital(str(self.me))} leaves the run: {reason}.', _REPAIR)),
+      *(Send(link, Unfit(reason, self._report)) for link in links),
+      Exit(1, Problem(f'{_capital(str(self.me))} {leaves} the run: {reason}.', _REPAIR)),
     ]
 
   def processes_ended(self, report: HostReport, now: float) -> list[Action]:
@@ -626,7 +633,7 @@ class Member:
     ]
     actions: list[Action] = []
     for follower in silent:
-      self._unfit.add(follower.host.incarnation)
+      self._unfit[follower.host.incarnation] = Unfit(reason, follower.hello.report)
       text = f'{follower.host} leaves the run: {reason}.'
       refused = Refusal(_capital(text), _REPAIR)
       actions += [Log(text), Send(follower.link, refused), Drop(follower.link)]
@@ -659,7 +666,7 @@ class Member:
         return [Send(link, Finish(stop_code(message.signal)))]
       return []
     if isinstance(message, Unfit):
-      self._unfit.add(follower.host.incarnation)
+      self._unfit[follower.host.incarnation] = message
       text = f'{follower.host} leaves the run: {message.reason}.'
       return [Log(text), Drop(link), *self._lose(follower, now)]
     return []
@@ -766,8 +773,8 @@ class Member:
         if self._is_running and self.started.number == number:
           return [EndProcesses(seconds)]
       case Unfit(reason):
-        leader = self._known().get(self._leader_index)
-        self._unfit |= {leader.incarnation} if leader else set()
+        if leader := self._known().get(self._leader_index):
+          self._unfit[leader.incarnation] = message
         return [Log(f'host {self._leader_index}, which leads, leaves the run: {reason}.')]
       case Finish(code, reason, fix):
         self._is_over = True
@@ -964,13 +971,18 @@ class Member:
     last = max((h.started for h in hellos if h.started), key=lambda g: g.number, default=None)
     if last is None:
       return self._decide_first(now, asked)
-    trained = frozenset(last.hosts)
+    known = {hello.host.incarnation: hello.report for hello in hellos}
+    unfit = {h: left for h in last.hosts if (left := self._unfit.get(h.incarnation))}
+    known |= {host.incarnation: left.report for host, left in unfit.items()}
     reports = {
-      hello.host.index: hello.report
-      for hello in hellos
-      if hello.report and hello.report.number == last.number and hello.host in trained
+      host.index: report
+      for host in last.hosts
+      if (report := known.get(host.incarnation)) and report.number == last.number
     }
     ended, blamed, interruption = self._cause(last, reports, asked)
+    left = [f'{host} left the run: {each.reason}' for host, each in unfit.items()]
+    errors = '; '.join(filter(None, (interruption.error, *left)))
+    interruption = dataclasses.replace(interruption, error=errors)
     blamed = self._blamed(last, now) + blamed
     present = self._present()
     # Processes know the numbers up to their own number of hosts, earlier generations larger ones.
@@ -1005,8 +1017,8 @@ class Member:
       if ended.paused:
         joins = f'{_new(hosts, last) or "no further host"} joins'
         interruption = dataclasses.replace(interruption, cause=joins)
-      known = (*last.interruptions, interruption)[-interruptions.MOST :]
-      made = Generation('', 0, hosts, spares, restarts, tuple(counts), known, blamed)
+      past = (*last.interruptions, interruption)[-interruptions.MOST :]
+      made = Generation('', 0, hosts, spares, restarts, tuple(counts), past, blamed)
       return [
         *(
           Log(f'{host} {bad}; the run continues without it.')
@@ -1078,7 +1090,10 @@ class Member:
     lost = [h for h in last.hosts if h.index not in reports and h.incarnation not in here]
     failed = {h.index: r for h in last.hosts if (r := reports.get(h.index)) and r.is_failure}
     first = self._first if self.started == last else None  # it may have missed the last one
+    failed_before = ''
     if first is not None and first[0] in lost:
+      if first[1] is not None:
+        failed_before = self._failure_of(last, *first)
       first = (first[0], None)
     if first is None or (first[1] is not None and first[1].code in SHARED_CODES):
       own = [i for i, r in failed.items() if r.code not in SHARED_CODES]
@@ -1105,20 +1120,24 @@ class Member:
       lost = lost or [self.me if self._was_away(last) else host]
       blamed = tuple(Blame(each.name, 0) for each in lost)
       text = f'{_names(lost)} {"was" if len(lost) == 1 else "were"} lost'
-      gone = dataclasses.replace(known, kind=interruptions.LOST_HOST, cause=text)
+      gone = dataclasses.replace(
+        known, kind=interruptions.LOST_HOST, cause=text, error=failed_before
+      )
       return Ended(LOST_CODE, step=step, asked=is_asked, is_lost=True), blamed, gone
-    position = last.position(host.index)
-    local = min(report.failed, default=0)
-    rank = position * self._per_host + local
     failed = dataclasses.replace(
       known,
       kind=interruptions.kind_of(report.code),
-      cause=f'process {rank} on {host} failed ({how_ended(report.code)})',
+      cause=self._failure_of(last, host, report),
       at=report.ended_at,
       error=report.error,
     )
     ended = Ended(report.code, self._stable(host, report.failed), step, is_asked)
     return ended, (Blame(host.name, 0),) if ended.culprits else (), failed
+
+  def _failure_of(self, generation: Generation, host: Host, report: HostReport) -> str:
+    """Returns 'process 6 on host 3 (gpu-3) failed (SIGBUS)'."""
+    rank = generation.position(host.index) * self._per_host + min(report.failed, default=0)
+    return f'process {rank} on {host} failed ({how_ended(report.code)})'
 
   def _was_away(self, generation: Generation) -> bool:
     """Returns whether this leader, not the others, was away: it lost most of them; all are back."""

@@ -332,6 +332,41 @@ def test_a_host_that_is_unfit_leaves_and_all_agents_name_it(unfit):
   assert made.hosts() == [0, 1, 2]
 
 
+@pytest.mark.parametrize('unfit', [0, 3])
+def test_the_failure_of_a_host_that_is_then_unfit_stays_the_cause(unfit):
+  made = network(4, host_counts=ANY)
+  made.step = 1000
+  made.unfit = {unfit}
+  made.end(unfit, -7)
+  made.settle(g.GRACE_SECONDS + 2)
+  (found,) = made.whole().interruptions
+  assert found.kind == interruptions.KILLED and found.step == 1000
+  assert found.cause == f'process {2 * unfit} on host {unfit} (gpu-{unfit}) failed (SIGBUS)'
+  assert found.error == f'host {unfit} (gpu-{unfit}) left the run: it had 8 GPUs'
+  assert [each.host for each in made.whole().blamed] == [f'gpu-{unfit}']
+
+
+def test_the_failure_of_another_host_stays_the_cause_if_a_host_is_unfit():
+  made = network(4, host_counts=ANY)
+  made.unfit = {2}
+  made.end(3, 7)
+  made.settle(2)
+  (found,) = made.whole().interruptions
+  assert found.cause == 'process 6 on host 3 (gpu-3) failed (exit code 7)'
+  assert found.error == 'ValueError: no; host 2 (gpu-2) left the run: it had 8 GPUs'
+
+
+def test_a_host_that_is_lost_after_its_process_failed_keeps_the_signal():
+  made = network(4, host_counts=ANY)
+  made.end(3, -7)
+  made.run_some(2)  # the leader knows
+  made.kill(3)
+  made.settle(g.GRACE_SECONDS + 2)
+  (found,) = made.whole().interruptions
+  assert (found.kind, found.cause) == (interruptions.LOST_HOST, 'host 3 (gpu-3) was lost')
+  assert found.error == 'process 6 on host 3 (gpu-3) failed (SIGBUS)'
+
+
 def test_an_unfit_follower_costs_no_wait():
   made = network(host_counts=ANY)
   made.unfit = {2}
