@@ -504,6 +504,7 @@ class Member:
     self._stopped_until: Optional[float] = None
     self._is_ending = False
     self._is_pausing = False
+    self._is_leaving = False  # asked to stop while others train: it leaves once they have saved
     self._grow_at = 0.0
     self._find_at = 0.0
     self._away: set[str] = set()  # incarnations of hosts that this leader lost since the start
@@ -595,6 +596,10 @@ class Member:
   def asked(self, number: int, now: float) -> list[Action]:
     """A signal asked to stop the run; the processes have it as well."""
     self._asked = self._asked or number
+    if self._leads and self.started is not None and not self._is_running and not self._is_idle():
+      self._is_leaving = True  # a spare
+      text = f'{self.me} was asked to stop: the run is saved, to continue without it.'
+      return self._pause(text) if self._can_pause() else []
     if self._leads:
       return self._decide(now)
     if self._leader is not None and self._is_welcome:
@@ -932,9 +937,7 @@ class Member:
   def _grow(self, now: float) -> list[Action]:
     """Pauses the generation if the mesh fits more hosts now, and tells host 0, if it is back."""
     generation = self.started
-    if generation is None or self._is_idle() or self._is_pausing or self._is_ending:
-      return []
-    if self._is_over or self._stopped_until is not None or any(h.asked for h in self._hellos()):
+    if generation is None or not self._can_pause() or any(h.asked for h in self._hellos()):
       return []
     actions: list[Action] = []
     present = self._present()
@@ -947,11 +950,20 @@ class Member:
     hosts, _ = self._chosen(present, generation.host_counts, blamed)
     if len(hosts) <= len(generation.hosts):
       return actions
-    self._is_pausing = True
     more = _new(hosts, generation)
-    actions.append(Log(f'the run is saved, to continue with {more}.'))
+    return [*actions, *self._pause(f'the run is saved, to continue with {more}.')]
+
+  def _can_pause(self) -> bool:
+    """Returns whether processes run that do not end already."""
+    is_ending = self._is_pausing or self._is_ending or self._stopped_until is not None
+    return not (self._is_idle() or self._is_over or is_ending)
+
+  def _pause(self, text: str) -> list[Action]:
+    """Asks all processes to save and end."""
+    self._is_pausing = True
+    actions: list[Action] = [Log(text)]
     actions += [
-      Send(follower.link, Pause(generation.number))
+      Send(follower.link, Pause(self.started.number))
       for follower in self._followers.values()
       if follower.is_running
     ]
@@ -967,7 +979,8 @@ class Member:
     if not self._is_idle():
       return []
     hellos = self._hellos()
-    asked = next((hello.asked for hello in hellos if hello.asked), 0)
+    asking = [hello for hello in hellos if hello.host != self.me or not self._is_leaving]
+    asked = next((hello.asked for hello in asking if hello.asked), 0)
     last = max((h.started for h in hellos if h.started), key=lambda g: g.number, default=None)
     if last is None:
       return self._decide_first(now, asked)
@@ -1000,6 +1013,8 @@ class Member:
     if isinstance(then, Stop):
       code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
       return self._finish(code, then.reason)
+    if self._is_leaving:
+      return [Exit(stop_code(self._asked))]
     here = {host.index for host in present}
     missing = [h for h in last.hosts if h.index not in here and h.incarnation not in self._unfit]
     may_have_started = [
@@ -1015,8 +1030,9 @@ class Member:
     waited = not missing or now >= self._since + GRACE_SECONDS
     if is_safe and hosts and (waited or len(hosts) >= len(last.hosts)):
       if ended.paused:
-        joins = f'{_new(hosts, last) or "no further host"} joins'
-        interruption = dataclasses.replace(interruption, cause=joins)
+        new = _new(hosts, last)
+        cause = f'{new} joins' if new else 'the run was saved for a change of its hosts'
+        interruption = dataclasses.replace(interruption, cause=cause)
       past = (*last.interruptions, interruption)[-interruptions.MOST :]
       made = Generation('', 0, hosts, spares, restarts, tuple(counts), past, blamed)
       return [

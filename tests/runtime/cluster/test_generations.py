@@ -765,6 +765,51 @@ def test_a_host_that_fails_often_stays_out_for_a_day():
   assert made.hosts() == [0, 1, 2]
 
 
+def led_by_a_spare() -> Network:
+  """Returns a run whose host 0 leads and is bad."""
+  made = network(3, host_counts=ANY, restarts=20)
+  for failure in range(1, g.BAD_HOST_FAILURES + 1):
+    made.step = 10 * failure
+    made.end(0, KILLED)
+    made.settle(2)
+  assert made.hosts() == [1, 2] and not made.exits
+  return made
+
+
+@pytest.mark.parametrize('number, code', [(2, 130), (15, 85)])
+def test_a_spare_that_leads_leaves_when_it_is_asked_to_and_costs_no_restart(number, code):
+  made = led_by_a_spare()
+  made.do(0, made.agents[0].asked(number, made.now))
+  made.settle(3)
+  assert made.exits == {0: g.Exit(code)} and made.hosts() == [1, 2]
+  assert made.whole().restarts.done == 3 and not made.whole().is_restart
+  assert made.whole().cause == 'the run was saved for a change of its hosts'
+  assert any('asked to stop: the run is saved, to continue without it' in line for line in made.log)
+  made.end(1, KILLED)
+  made.settle(2)
+  assert made.hosts() == [1, 2] and made.exits.keys() == {0}
+
+
+def test_all_hosts_that_are_asked_to_stop_end_the_run_if_a_spare_leads():
+  made = led_by_a_spare()
+  for index in (0, 1, 2):
+    made.do(index, made.agents[index].asked(15, made.now))
+  for index in (1, 2):
+    made.end(index, 85, asked=15)
+  made.settle(3)
+  assert made.exits == {index: g.Exit(85) for index in range(3)} and made.started[-1].number == 4
+
+
+def test_a_run_that_is_done_before_its_leading_spare_has_left_ends_with_its_code():
+  made = led_by_a_spare()
+  for index in (1, 2):
+    made.end(index, 0)
+  made.run_some(1)
+  made.do(0, made.agents[0].asked(15, made.now))
+  made.settle(3)
+  assert made.exits == {index: g.Exit(0) for index in range(3)}
+
+
 def test_a_host_that_fails_often_is_used_if_the_mesh_needs_it():
   made = network(2, restarts=20)
   for failure in range(1, g.BAD_HOST_FAILURES + 2):
@@ -954,7 +999,7 @@ def test_agents_whose_clocks_differ_agree_as_usual():
 
 FAULTS = st.lists(
   st.tuples(
-    st.sampled_from(['kill', 'boot', 'cut', 'heal', 'fail', 'end', 'wait', 'step']),
+    st.sampled_from(['kill', 'boot', 'cut', 'heal', 'fail', 'end', 'asked', 'wait', 'step']),
     st.integers(0, 4),
     st.integers(0, 40),
   ),
@@ -981,6 +1026,9 @@ def happen(made: Network, faults: Sequence[tuple[str, int, int]]) -> None:
         made.end(index, 0)
       case 'wait':
         made.tick(3 * amount)
+      case 'asked':
+        if index in made.agents:
+          made.do(index, made.agents[index].asked(15, made.time(made.agents[index])))
       case 'step':
         made.step = (made.step or 0) + 10
     made.run_some(amount)
@@ -1037,7 +1085,7 @@ def test_whatever_happens_all_hosts_train_soon_after_all_of_them_are_there(
     seed=seed,
     num_listed=min(num_listed, num_hosts),
   )
-  happen(made, [fault for fault in faults if fault[0] != 'end'])
+  happen(made, [fault for fault in faults if fault[0] not in ('end', 'asked')])
   made.cut.clear()
   made.now += g.BAD_HOST_SECONDS  # no host is bad any more
   deadline = made.now + 2 * g.GROW_SECONDS + 4 * g.GRACE_SECONDS
