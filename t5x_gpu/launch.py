@@ -656,6 +656,8 @@ class HostAgent:
       case links.Closed(link, silent_seconds):
         return self._member.link_closed(link, now, silent_seconds=silent_seconds)
       case links.Came(link, value):
+        if not self._links.is_open(link):  # an event before this one, of the same poll, closed it
+          return []
         try:
           message = generations.message_from_json(value)
         except rendezvous.UNREADABLE:

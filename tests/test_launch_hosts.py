@@ -365,6 +365,44 @@ def test_an_agent_whose_messages_cannot_be_read_is_refused_and_named_on_both_sid
   three.wait_for(lambda: 'refused an agent: 127.0.0.1 has another version' in three.output(0))
 
 
+def test_a_message_over_a_link_that_an_earlier_message_of_the_same_poll_closed_is_ignored():
+  with socket.create_server(('127.0.0.1', 0)) as listener:
+    address = f'127.0.0.1:{listener.getsockname()[1]}'
+    agent = launch.HostAgent(
+      lambda *_: None,
+      cluster_info=cluster.detect(
+        {}, coordinator_address=address, process_count=3, process_index=0
+      ),
+      num_processes=1,
+      restarts=1,
+      facts={},
+      env={},
+    )
+    agent._links.listen([listener])
+    agent._do(agent._member.start(time.monotonic()))
+    other = links.Links('', run_id='run')
+
+    def poll() -> list[links.Event]:
+      agent._take_events()
+      return other.poll(0.01)
+
+    hello = generations.Hello(generations.Host(1, 'gpu-1', 'one', 'gpu-1:1'), {}, 'machine 1')
+    two = []
+    for _ in range(2):
+      other.connect(1, [address])
+      two.append(until(poll, links.Opened)[-1].link)
+    other.send(two[0], hello)
+    assert until(poll, links.Came)[-1].link == two[0]
+    other.send(two[1], hello)  # the same agent over a new link, which closes the first one
+    other.send(two[0], generations.Asked(signal.SIGTERM))
+    # Events of a poll come in the order in which their sockets became ready.
+    came = [event.link for event in until(poll, links.Came) if isinstance(event, links.Came)]
+    assert came == two[1:]
+    assert list(agent._member._followers) == [1] and agent._exit is None
+    other.leave()
+    agent._links.leave()
+
+
 @pytest.mark.parametrize(
   'flags',
   [

@@ -17,6 +17,8 @@ No two generations train at the same time, in a network that is cut as well:
 - An agent that was started again knows nothing and does not count (`incarnation`). But the
   processes of its predecessor have ended, and agents report only after their processes have. So
   nothing runs any more once all hosts of the run are there, on their machines.
+- A first generation starts without spares that are late. So agents that were all started again, as
+  many as train, begin another run while others are cut off; `run_lock` then keeps it out.
 
 The agents without that share end their processes and wait for the others; after `HOLD_SECONDS` the
 run ends on their hosts.

@@ -164,6 +164,10 @@ class Links:
     time.sleep(RETRY_SECONDS)
     self._dialed.put((tag, '; '.join(reasons)))
 
+  def is_open(self, link: int) -> bool:
+    """Returns whether neither end has closed a link."""
+    return link in self._links and not self._links[link].is_closing
+
   def own_host(self, link: int) -> str:
     """Returns the numeric address of this end."""
     return addresses.local_host(self._links[link].connection)

@@ -145,12 +145,14 @@ class Network:
             assert not same or known == generation, 'two agents disagree on a generation'
           self.started.append(generation)
           whole = {
-            g_.number
+            (g_.run, g_.number)
             for g_ in self.running.values()
             if all(self.running.get(h.index) == g_ for h in g_.hosts)
           }
-          assert len(whole) <= 1, f'split brain: {whole}'
-          self.effective += sorted(whole - set(self.effective))
+          # Agents that were started again begin another run without their spares: see `run_lock`.
+          is_one = len({run for run, _ in whole}) == len(whole) if self.spares else len(whole) <= 1
+          assert is_one, f'split brain: {whole}'
+          self.effective += sorted({number for _, number in whole} - set(self.effective))
         case g.EndProcesses():
           self._later(index, lambda agent, n=self.running.get(index): self._ended(agent, n, None))
         case g.PauseProcesses():
