@@ -4,6 +4,7 @@ Pure: no clock, process or socket. `launch` calls it with what happened; a simul
 """
 
 import dataclasses
+import signal
 from typing import Annotated, Optional, Union
 
 from t5x_gpu.storage.json_schema import Whole
@@ -19,6 +20,8 @@ EXIT_ERROR = 1  # another rank failed with an error
 EXIT_STUCK = 86  # this or another rank made no progress
 EXIT_RANK_DEAD = 87  # another rank sent no heartbeat
 SHARED_CODES = (EXIT_ERROR, EXIT_STUCK, EXIT_RANK_DEAD)
+# Signals from outside: two processes that get them have nothing in common.
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 # The exit code of a process, or minus the signal that ended it.
 ReturnCode = Annotated[int, Whole(-64, 255)]
 # A step counts as done when its numbers have arrived; the next one is already running.
@@ -51,15 +54,16 @@ class Ended:
     return frozenset() if self.code in SHARED_CODES else self.failed
 
   def repeats(self, last: 'Ended') -> bool:
-    """Returns whether this is the failure of `last` again: same step, maybe the same process."""
+    """Returns whether this is the failure of `last` again: same step; same process or code."""
     if self.is_lost or last.is_lost:
       return False
     if self.step is None or last.step is None:
       is_same_step = self.step == last.step
     else:
       is_same_step = abs(self.step - last.step) <= _STEPS_IN_FLIGHT
+    is_same_code = self.code == last.code and self.code not in _FROM_OUTSIDE
     may_be_same = not self.culprits or not last.culprits or bool(self.culprits & last.culprits)
-    return is_same_step and may_be_same
+    return is_same_step and (may_be_same or is_same_code)
 
 
 @dataclasses.dataclass(frozen=True)

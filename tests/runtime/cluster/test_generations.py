@@ -871,6 +871,17 @@ def test_the_same_failure_on_another_host_then_ends_the_run():
   assert made.exits[2].problem.what == 'it failed twice in a row after step 5'
 
 
+@pytest.mark.parametrize('seed', range(4))
+def test_a_crash_of_all_processes_at_the_same_step_ends_the_run_after_at_most_two_restarts(seed):
+  made = network(4, host_counts=ANY, restarts=20, seed=seed)
+  made.step = 500
+  for _ in range(3):
+    for host in random.Random(seed + made.now).sample(made.hosts(), len(made.hosts())):
+      made.end(host, -11)
+    made.settle(3)
+  assert {exit.code for exit in made.exits.values()} == {139} and len(made.exits) == 4
+
+
 def test_a_second_host_that_fails_twice_in_a_row_is_left_out_too():
   made = network(4, host_counts=ANY)
   made.step = 5

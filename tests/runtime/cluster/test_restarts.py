@@ -59,6 +59,14 @@ def test_a_code_that_all_processes_share_does_not_distinguish_two_faults(code):
   assert isinstance(follow(9, killed(1, step=7), Ended(code, frozenset({2}), 7)), Stop)
 
 
+@pytest.mark.parametrize('code', [-11, -6, 7])
+def test_all_processes_that_fail_with_the_same_code_at_the_same_step_have_the_same_fault(code):
+  first, second = (Ended(code, frozenset({process}), 100) for process in (1, 2))
+  assert isinstance(follow(9, first, second), Stop)
+  assert follow(9, first, Ended(code, frozenset({2}), 140)) == Restart(2)
+  assert follow(9, first, Ended(-7, frozenset({2}), 100)) == Restart(2)
+
+
 def test_a_failure_that_left_out_a_host_ends_the_run_if_it_comes_again_elsewhere():
   state, _ = Restarts(9).after(killed(1))
   state, then = state.after(killed(1), leaves_out_host=True)
