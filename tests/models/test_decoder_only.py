@@ -170,10 +170,11 @@ def test_offload_keeps_inputs_and_matmul_outputs_of_layers_in_host_memory():
   def on_host(remat_policy):
     model, params, batch = make(num_layers=2, relative_bias='shared', remat_policy=remat_policy)
     jaxpr = jax.make_jaxpr(jax.grad(lambda p: model.loss(p, batch)['loss'][0]))(params)
-    return sorted(re.findall(r'f32<host>\[([\d,]*)\] = device_put', str(jaxpr)))
+    # With or without the one row, which products merge with the positions.
+    return sorted(re.findall(r'f32<host>\[(?:1,)?([\d,]*)\] = device_put', str(jaxpr)))
 
-  query_key_value, mlp = ['1,12,2,8'] * 3, ['1,12,32'] * 2
-  residual = ['1,12,16'] * 2  # the layer's input, and attention's output
+  query_key_value, mlp = ['12,2,8'] * 3, ['12,32'] * 2
+  residual = ['12,16'] * 2  # the layer's input, and attention's output
   assert on_host('offload') == sorted(query_key_value + mlp + residual)
   assert on_host('minimal') == []
 
