@@ -59,7 +59,7 @@ def test_an_agent_that_comes_while_too_many_files_are_open_is_taken_in_later():
     opened = until(lambda: [*server.poll(0.01), *client.poll(0.01)], links.Opened)[-1]
     client.send(opened.link, generations.Welcome())
     came = until(lambda: [*client.poll(0.01), *server.poll(0.01)], links.Came)[-1]
-    assert came.message == {'kind': 'Welcome'}
+    assert came.message['kind'] == 'Welcome'
     client.leave()
     server.leave()
 
