@@ -79,6 +79,7 @@ TINY_RUNS = {
     "RUNS = {'float32': Run('float32'), 'bfloat16': Run('bfloat16')}",
     ['--steps', '2'],
   ),
+  'published': ("RUNS = (Run('tiny', 1, _case('decoder_demo', 'dp', 8, 128)),)", []),
   'ranks': ('', ['--ranks', '16', '--checkpoints', '16', '--out', '{out}']),
   'start': ('', []),
   'torch_step': (f'{STEP}\nSTEPS = 1', []),
