@@ -10,20 +10,18 @@ GPUs, and the `remat_policy` closest to theirs. Nothing runs.
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 
+import jax
+
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.tools.planning.assumptions import Assumptions
+from t5x_gpu.tools.planning.gpu_targets import find_target
+from t5x_gpu.tools.planning.prediction import Planner, Prediction
+from tests.aot.cases import Case
+
 OUT = pathlib.Path(__file__).parent / 'results' / 'published.json'
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=256'
-
-import jax  # noqa: E402 (reads the flag)
-
-from t5x_gpu.runtime.topology import Topology  # noqa: E402
-from t5x_gpu.tools.planning.assumptions import Assumptions  # noqa: E402
-from t5x_gpu.tools.planning.gpu_targets import find_target  # noqa: E402
-from t5x_gpu.tools.planning.prediction import Planner, Prediction  # noqa: E402
-from tests.aot.cases import Case  # noqa: E402
-
+NUM_DEVICES = 256  # the largest run's
 TOKENS, TFLOPS = 'tokens/s per GPU', 'TFLOP/s'
 FP8 = "PRECISION = 'fp8'"
 DOTS, MINIMAL, FULL = (f'REMAT_POLICY = {p!r}' for p in ('dots', 'minimal', 'full'))
@@ -154,6 +152,7 @@ def main() -> None:
   parser.add_argument('--dry_run', action='store_true', help='by formula alone; writes nothing')
   flags = parser.parse_args()
   jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', NUM_DEVICES)
   found = json.loads(OUT.read_text())['runs'] if OUT.exists() else {}
   for run in RUNS:
     if flags.only not in run.name:

@@ -438,13 +438,21 @@ def breadth_first_loss(
       layers = in_8_bits(layers, scaling)
     part, _ = jax.lax.scan(body, member_of(x, stacks, stack), (layers, jnp.arange(count)))
     x = with_member(x, stacks, stack, part)
-  config = config_of(model)
-  if config is not None and config.loss_chunks is None:
-    # The loss limits its logits itself, and computes its gradients in the forward pass.
+  if loss_takes_all_rows(model):
     x = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
     return checked_sums(model.head(rest, x, batch, dropout_key=dropout_key), model)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
   return jax.tree.map(lambda s: s.sum(0), sums)
+
+
+def loss_takes_all_rows(model: Model) -> bool:
+  """Returns whether the loss of accumulation by layer takes all rows at once.
+
+  A loss that chooses its own number of chunks limits its logits for any number of rows, and
+  computes its gradients in the forward pass. Otherwise the loss is computed per microbatch.
+  """
+  config = config_of(model)
+  return config is not None and config.loss_chunks is None
 
 
 def _in_float32(x: Tree) -> Tree:

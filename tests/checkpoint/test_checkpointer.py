@@ -23,6 +23,7 @@ from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.store import read_state, spec_of
 from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.storage.paths import context
 from t5x_gpu.training.state import TrainState
 from tests.checkpoint.test_run_lock import lock_of
 from tests.helpers_disk import small_disk
@@ -71,6 +72,13 @@ def folder_with(tmp_path, *steps: int):
       save(checkpointer, step, new_state(step, seed=step))
     checkpointer.wait()
   return tmp_path / 'model'
+
+
+def write_array(state, name: str, array: np.ndarray) -> None:
+  """Writes an array into the folder `state` of a checkpoint, as a process that saves does."""
+  spec = spec_of(state, name)
+  options = dict(dtype=array.dtype, shape=array.shape, create=True, open=True, context=context())
+  ts.open(spec, **options).result().write(array).result()
 
 
 def assert_equal(got: Any, want: Any) -> None:
@@ -477,14 +485,7 @@ def test_a_write_of_an_older_start_is_not_in_the_save_of_the_same_step(tmp_path,
 
   def resume_and_merge(handler, state) -> None:  # all processes of the new start have written
     written = theirs / pathlib.Path(state).name / 'ocdbt.process_0'
-    array = ts.open(
-      spec_of(written, 'params.dense.kernel'),
-      dtype='float32',
-      shape=[64, 8],
-      create=True,
-      open=True,
-    ).result()
-    array[...] = 7
+    write_array(written, 'params/dense/kernel', np.full([64, 8], 7, np.float32))
     merge(handler, state)
 
   monkeypatch.setattr(ocp.PyTreeCheckpointHandler, 'finalize', resume_and_merge)

@@ -35,18 +35,11 @@ from t5x_gpu.checkpoint.params_files import read_params
 from t5x_gpu.checkpoint.remote_checkpointer import copy_to_host, open_checkpointer
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
-from t5x_gpu.checkpoint.store import StateReader, StateWriter, find_checkpoint, spec_of
+from t5x_gpu.checkpoint.store import StateReader, StateWriter, find_checkpoint
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.storage.paths import (
-  RemotePath,
-  StorageError,
-  as_path,
-  context,
-  kvstore_spec,
-  local_path,
-)
+from t5x_gpu.storage.paths import RemotePath, StorageError, as_path, kvstore_spec, local_path
 from tests.checkpoint import remote_ranks
-from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, save
+from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, save, write_array
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, run_here
 from tests.test_checkpoint_tools import run as run_tool
@@ -249,15 +242,7 @@ def test_a_write_of_an_older_start_is_not_in_the_save_of_the_same_step(address, 
   merge = StateWriter.merge
 
   def resume_and_merge(self, **options) -> None:  # all processes of the new start have written
-    array = ts.open(
-      spec_of(theirs, 'params/dense/kernel'),
-      dtype='float32',
-      shape=[64, 8],
-      create=True,
-      open=True,
-      context=context(),
-    ).result()
-    array[...] = 7
+    write_array(theirs, 'params/dense/kernel', np.full([64, 8], 7, np.float32))
     merge(self, **options)
 
   monkeypatch.setattr(StateWriter, 'merge', resume_and_merge)

@@ -57,7 +57,7 @@ class Damage:
 
   Args:
     num_files: number of files of the source.
-    Attributes:
+  Attributes:
     max_fraction: largest share of damaged records among the records that this process has read;
       until all files are read, the denominator is at least 1000.
     records: counts so far; each record counts once, even if it is read again.

@@ -295,7 +295,7 @@ def measured_run(model_dir: AnyPath) -> MeasuredRun:
 
 
 def _stalls(process: goodput_of_runs.ProcessLines) -> list[float]:
-  """Returns how long each save stopped the steps: it begins with a line of its own."""
+  """Returns how long each save stopped the steps; a save writes a line when it begins."""
   found: dict[Optional[int], float] = {}
   for line, after in itertools.pairwise(process.lines):
     if line.phase == 'save':

@@ -141,7 +141,7 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
     head = head * 4 // (shape.item_bytes + 4)
   while_layers = gradients + layer + weights + stack + head
   if layout.pipeline:  # a tick computes layers and loss, and adds the layers' gradients to the sum
-    of_layers = _layer_bytes(program)
+    of_layers = _bytes_of_all_layers(program)
     share = of_layers / bytes_per_device(state.params)
     in_last_tick = of_layers if layout.region.sums_in_last_tick else 0
     in_fp8 = of_layers // 2 if c.fp8 else 0  # in 8 bits, along inputs and along features
@@ -158,7 +158,7 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   return found | {GRADIENTS: min(own, gradients), LAYER: 0, WEIGHTS: 0, LOSS: logits + kernel}
 
 
-def _layer_bytes(program: Program) -> int:
+def _bytes_of_all_layers(program: Program) -> int:
   """Returns the bytes of the layers' parameters on one device."""
   pairs = zip(jax.tree.leaves(program.abstract_state.params), jax.tree.leaves(program.names.params))
   return bytes_per_device([array for array, names in pairs if 'layers' in names.names])

@@ -16,6 +16,7 @@ from t5x_gpu.models.model import Model, config_of, encodes_texts
 from t5x_gpu.models.transformer import attention_need, layers_per_iteration
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
+from t5x_gpu.training.train_step import loss_takes_all_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def step_shape(
   head_rows = rows
   if pipeline and pipeline.schedule != '1f1b':
     head_rows = math.ceil(rows / mesh['stage'])
-  head_passes = 1 if by_layer and config is not None and config.loss_chunks is None else passes
+  head_passes = 1 if by_layer and loss_takes_all_rows(model) else passes
   token_logits = config is not None and not encodes_texts(model)
   chunks = 0
   if token_logits:

@@ -95,7 +95,7 @@ def with_elementwise_bytes(work: Sequence[Work], num_bytes: float) -> list[Work]
 
 
 def _is_elementwise(w: Work) -> bool:
-  return w.kind in ('memory', 'attention')  # attention kernels have no bytes of their own
+  return w.kind in ('memory', 'attention')  # attention with a kernel counts no elementwise bytes
 
 
 def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterator[Work]:
