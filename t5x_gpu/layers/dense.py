@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Optional, Union
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from t5x_gpu.layers import fp8
 from t5x_gpu.layers.backends.choose import hardware
-from t5x_gpu.layers.fp8 import Kernel, Quantized, is_quantized, on_kernels
+from t5x_gpu.layers.fp8 import Kernel, LowPrecisionKernel, Quantized, is_quantized, on_kernels
 from t5x_gpu.partitioning.axis_rules import shard, split_ways, splits_rows, varying, with_axes
 
 
@@ -47,15 +48,19 @@ def _in_dtype_of_x(num_in: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
 def _narrow_backward(
   num_in: int, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  x, kernel = saved
+  return _gradients(num_in, *saved, gradient, dtype=saved[1].dtype)
+
+
+def _gradients(
+  num_in: int, x: jax.Array, kernel: jax.Array, gradient: jax.Array, *, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the gradients of `x`, and of the kernel in `dtype`, which the matmul writes."""
   rows = tuple(range(x.ndim - num_in))
   features = tuple(range(len(rows), gradient.ndim)), tuple(range(num_in, kernel.ndim))
   dx = jax.lax.dot_general(gradient, kernel.astype(x.dtype), (features, ((), ())))
   if hardware().platform != 'gpu':  # XLA has no 16-bit matmul that ends in float32 for all CPUs
-    x, gradient = x.astype(kernel.dtype), gradient.astype(kernel.dtype)
-  dw = jax.lax.dot_general(
-    x, gradient, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype
-  )
+    x, gradient = x.astype(dtype), gradient.astype(dtype)
+  dw = jax.lax.dot_general(x, gradient, ((rows, rows), ((), ())), preferred_element_type=dtype)
   return dx, dw
 
 
@@ -64,6 +69,63 @@ def _narrow_backward(
 _narrow = jax.custom_vjp(_in_dtype_of_x, nondiff_argnums=(0,))
 _narrow.defvjp(
   lambda num_in, x, kernel: (_in_dtype_of_x(num_in, x, kernel), (x, kernel)), _narrow_backward
+)
+
+
+@flax.struct.dataclass
+class RoundedKernel(LowPrecisionKernel):
+  """A kernel that is rounded once for several matmuls, whose gradients add up unrounded.
+
+  Attributes:
+    values: [inputs..., features...] in 16 bits; not differentiated.
+    port: float32 array of the same shape that is never read, as in `Quantized`; its gradient is the
+      kernel's.
+  """
+
+  values: jax.Array
+  port: jax.Array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.values.shape
+
+  def rearranged(
+    self, function: Callable[..., jax.Array], *others: LowPrecisionKernel
+  ) -> 'RoundedKernel':
+    kernels = self, *others
+    return RoundedKernel(
+      function(*(k.values for k in kernels)), function(*(k.port for k in kernels))
+    )
+
+  def operand(self, x: jax.Array) -> jax.Array:
+    return x
+
+  def product(self, x: jax.Array, num_in: int) -> jax.Array:
+    arrays = x, self.values, self.port
+    axes = set().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
+    return _rounded_product(num_in, *(varying(array, tuple(axes)) for array in arrays))
+
+
+def rounded_kernel(kernel: jax.Array, dtype: DTypeLike = jnp.bfloat16) -> RoundedKernel:
+  """Returns a float32 kernel, rounded to `dtype`."""
+  return RoundedKernel(jax.lax.stop_gradient(kernel.astype(dtype)), kernel)
+
+
+_rounded_product = jax.custom_vjp(
+  lambda num_in, x, values, port: _in_dtype_of_x(num_in, x, values), nondiff_argnums=(0,)
+)
+
+
+def _rounded_backward(
+  num_in: int, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None, jax.Array]:
+  dx, dw = _gradients(num_in, *saved, gradient, dtype=jnp.float32)
+  return dx, None, dw
+
+
+_rounded_product.defvjp(
+  lambda num_in, x, values, port: (_in_dtype_of_x(num_in, x, values), (x, values)),
+  _rounded_backward,
 )
 
 

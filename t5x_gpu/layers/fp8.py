@@ -65,10 +65,6 @@ class LowPrecisionKernel(abc.ABC):
   def product(self, x: Any, num_in: int) -> jax.Array:
     """Returns the product of `contract`; `x` may come from `operand`."""
 
-  @abc.abstractmethod
-  def with_float32_gradient(self) -> 'LowPrecisionKernel':
-    """Returns the kernel with a float32 gradient, so that microbatches add up in float32."""
-
   def astype(self, dtype: DTypeLike) -> 'LowPrecisionKernel':
     """Returns itself: a product has the dtype of the other operand."""
     del dtype
@@ -110,9 +106,6 @@ class Quantized(LowPrecisionKernel):
     x = self.operand(x)
     product = _Product(num_in, x.port.dtype, self.port.dtype)
     return _product(product, *_arrays(x), *_arrays(self), self.amax)
-
-  def with_float32_gradient(self) -> 'Quantized':
-    return self.replace(port=self.port.astype(jnp.float32))
 
 
 Kernel = Union[jax.Array, LowPrecisionKernel]

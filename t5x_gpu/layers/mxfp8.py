@@ -57,9 +57,6 @@ class BlockKernel(LowPrecisionKernel):
     axes = tuple(_axes_of(x) | _axes_of(self.array))
     return _product(num_in, varying(x, axes), varying(self.array, axes))
 
-  def with_float32_gradient(self) -> 'BlockKernel':
-    return BlockKernel(self.array.astype(jnp.float32))
-
 
 @flax.struct.dataclass
 class InBlocks(Parameter):

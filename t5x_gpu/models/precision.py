@@ -1,11 +1,15 @@
-"""FP8: the kernels of a stack that are multiplied in 8 bits, and the devices that can."""
+"""Kernels that are converted before the matmuls: to 8 bits, or once for all microbatches."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional, TypeVar
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers import fp8
+from t5x_gpu.layers.dense import rounded_kernel
 from t5x_gpu.layers.mxfp8 import in_mxfp8
 from t5x_gpu.partitioning.layer_stacks import Params
 from t5x_gpu.runtime.topology import Device
@@ -47,6 +51,26 @@ def in_8_bits(layers: Params, scaling: str) -> Params:
     return [{**p, 'kernel': kernel} for p, kernel in zip(others, next(done), strict=True)]
 
   return _on_groups(layers, converted)
+
+
+def rounded_once(layer: Params, dtype: DTypeLike) -> Params:
+  """Returns a layer's parameters with its float32 `KERNELS` as `RoundedKernel`s in `dtype`.
+
+  In a loop over microbatches, each iteration would round them again. Kernels in 8 bits, and all
+  parameters if `dtype` is float32, are unchanged.
+
+  Args:
+    layer: whole parameters of a layer by block.
+    dtype: compute dtype.
+  """
+
+  def rounded(p: Params) -> Params:
+    kernel = p['kernel']
+    if fp8.is_quantized(kernel) or jnp.dtype(dtype).itemsize >= kernel.dtype.itemsize:
+      return p
+    return {**p, 'kernel': rounded_kernel(kernel, dtype)}
+
+  return _on_groups(layer, lambda group: [rounded(p) for p in group])
 
 
 def amaxes_like(layers: Params, make: Callable[[_Leaf], _Leaf]) -> Params:

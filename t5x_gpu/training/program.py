@@ -376,6 +376,7 @@ def compile_options(program: Program, xla: Optional[flags.Applied]) -> Optional[
     layer_bytes=layer_bytes(program) or None,
     num_gpus=mesh.size,
     layers_ahead=program.layout.region.layers_ahead,
+    by_layer=program.layout.region.by_layer(program.config.num_microbatches),
   )
   return dict(applied.compile_options) or None
 

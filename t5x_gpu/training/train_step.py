@@ -23,10 +23,9 @@ from jax.sharding import PartitionSpec
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
-from t5x_gpu.layers.fp8 import is_quantized
 from t5x_gpu.models.losses import Sums, averaged_per_sequence, checked_sums
 from t5x_gpu.models.model import PIECES, Model, compute_dtype, config_of, fp8_scaling_of, is_layered
-from t5x_gpu.models.precision import in_8_bits
+from t5x_gpu.models.precision import in_8_bits, rounded_once
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
@@ -390,23 +389,28 @@ def breadth_first_loss(
     dropout_key: key of the step.
   """
   same, microbatches = _split_rows(batch, num_microbatches)
+  parted = _parted(microbatches)
 
   def in_float32(params: Params) -> Params:
     # So that the gradients of the microbatches add up in float32.
-    weights = whole(params, compute_dtype(model))
-    return jax.tree.map(_in_float32, weights, is_leaf=is_quantized)
+    return whole(params, compute_dtype(model), wide=True)
 
   stacks = tuple(model.stacks)
   rest = in_float32(without_layers(params, stacks))
 
-  # The scan carries, and so stores for each layer, only the stack's own part of the activation.
+  # The scan carries, and so stores for each layer, only the stack's own part of the activation. The
+  # loop over microbatches leaves the first one out: XLA hides a layer's gathers and reductions
+  # behind the first one's kernels one after the other, but only one of them behind a whole loop.
   def layer(
-    stack: str, x: Tree, part: Tree, of_layer: tuple[Params, jax.Array]
-  ) -> tuple[Tree, None]:
+    stack: str, x: _Parted, part: _Parted, of_layer: tuple[Params, jax.Array]
+  ) -> tuple[_Parted, None]:
     weights, number = in_float32(of_layer[0]), of_layer[1]
+    if config_of(model) is not None:  # its layers are ours, and take rounded kernels
+      weights = rounded_once(weights, compute_dtype(model))
     stacked = jax.tree.map(lambda w: w[None], weights)
     amaxes = [fp8.copies(a, num_microbatches) for a in fp8.amaxes_of(stacked)]
 
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def one(of_microbatch: tuple[Tree, Batch, list[jax.Array]]) -> Tree:
       x, microbatch, amaxes = of_microbatch
       y = run_layers(
@@ -420,8 +424,11 @@ def breadth_first_loss(
       )
       return member_of(y, stacks, stack)
 
-    x = with_member(x, stacks, stack, part)
-    return jax.lax.map(jax.checkpoint(one, prevent_cse=False), (x, microbatches, amaxes)), None
+    first, others = (
+      (with_member(x, stacks, stack, part), microbatches, amaxes)
+      for x, part, microbatches, amaxes in zip(x, part, parted, _parted(amaxes), strict=True)
+    )
+    return (one(first), jax.lax.map(one, others)), None
 
   def head(of_microbatch: tuple[Tree, Batch]) -> Sums:
     x, microbatch = of_microbatch
@@ -429,20 +436,30 @@ def breadth_first_loss(
     return checked_sums(sums, model)
 
   x = model.embed(rest, batch, dropout_key=dropout_key)
-  x = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x)
+  x = _parted(jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x))
   for stack in stacks:
     body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False)
     layers, count = layers_of(params, stack), num_layers(params, stack)
     scaling = fp8_scaling_of(model)
     if scaling is not None:
       layers = in_8_bits(layers, scaling)
-    part, _ = jax.lax.scan(body, member_of(x, stacks, stack), (layers, jnp.arange(count)))
-    x = with_member(x, stacks, stack, part)
+    part = tuple(member_of(group, stacks, stack) for group in x)
+    part, _ = jax.lax.scan(body, part, (layers, jnp.arange(count)))
+    x = tuple(with_member(group, stacks, stack, new) for group, new in zip(x, part, strict=True))
+  x = jax.tree.map(lambda first, others: jnp.concatenate([first[None], others]), *x)
   if loss_takes_all_rows(model):
     x = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
     return checked_sums(model.head(rest, x, batch, dropout_key=dropout_key), model)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
   return jax.tree.map(lambda s: s.sum(0), sums)
+
+
+# Trees of the first microbatch, without the leading dimension, and of the others.
+_Parted = tuple[Tree, Tree]
+
+
+def _parted(tree: Tree) -> _Parted:
+  return jax.tree.map(lambda x: x[0], tree), jax.tree.map(lambda x: x[1:], tree)
 
 
 def loss_takes_all_rows(model: Model) -> bool:
@@ -453,10 +470,6 @@ def loss_takes_all_rows(model: Model) -> bool:
   """
   config = config_of(model)
   return config is not None and config.loss_chunks is None
-
-
-def _in_float32(x: Tree) -> Tree:
-  return x.with_float32_gradient() if is_quantized(x) else x.astype(jnp.float32)
 
 
 def _pass_in_pipeline(

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.backends.plain import dot_product_attention
-from t5x_gpu.layers.dense import DenseGeneral, contract
+from t5x_gpu.layers.dense import DenseGeneral, contract, rounded_kernel
 from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.mlp import Mlp, MlpConfig
@@ -142,11 +142,14 @@ def test_gradient_of_a_bfloat16_table_adds_up_in_float32():
 
 
 @pytest.mark.parametrize('num_in', [1, 2])
-def test_gradient_of_a_float32_kernel_is_not_rounded_to_the_dtype_of_activations(rng, num_in):
+@pytest.mark.parametrize('prepare', [lambda k: k, rounded_kernel], ids=['array', 'rounded'])
+def test_gradient_of_a_float32_kernel_is_not_rounded_to_the_dtype_of_activations(
+  rng, num_in, prepare
+):
   inputs = (8, 4)[:num_in]
   x = jnp.asarray(rng.normal(size=(2, 16, *inputs)), jnp.bfloat16)
   kernel = jnp.asarray(rng.normal(size=(*inputs, 3, 5)), jnp.float32)
-  y, pull = jax.vjp(lambda x, k: contract(x, k, num_in), x, kernel)
+  y, pull = jax.vjp(lambda x, k: contract(x, prepare(k), num_in), x, kernel)
   rounded = kernel.astype(jnp.bfloat16)
   assert y.dtype == jnp.bfloat16 and (y == jnp.tensordot(x, rounded, num_in)).all()
   dy = jnp.asarray(rng.normal(size=y.shape), jnp.bfloat16)

@@ -151,8 +151,9 @@ def test_devices_of_model_route_alike_without_talking_about_it():
   # Reductions of the outputs of `wo`, and of the gradient of the inputs of `wi`; the last of two
   # microbatches is compiled separately.
   assert len(sums) == 2 * 2 and all('->' in c.op_name for c in sums)
-  # The rest is what sequence parallelism splits between the matmuls.
-  assert all(c.shape[-2:] == (LENGTH, CONFIG.embed_dim) for c in of_moe if c not in sums)
+  # The rest is what sequence parallelism splits between the matmuls, and numbers of rows.
+  others = [c for c in of_moe if c not in sums and c.dtype != 's32']
+  assert all(c.shape[-2:] == (LENGTH, CONFIG.embed_dim) for c in others)
 
 
 @pytest.mark.parametrize('sizes, expert', [({'experts': 8}, 4), ({'experts': 8}, 8), ({}, 1)])

@@ -172,6 +172,7 @@ def refine(
   layer_bytes: Optional[int] = None,
   num_gpus: Optional[int] = None,
   layers_ahead: bool = False,
+  by_layer: bool = False,
 ) -> Applied:
   """Returns `applied` with the compile options for a mesh and model that are known only now.
 
@@ -183,6 +184,7 @@ def refine(
     layer_bytes: size of one layer's gathered parameters.
     num_gpus: GPUs of the run, all hosts together, if not known before.
     layers_ahead: whether loops over layers communicate one layer ahead.
+    by_layer: whether gradients accumulate layer by layer.
   """
   num_gpus = applied.num_gpus if num_gpus is None else num_gpus
   wanted = select(
@@ -193,6 +195,7 @@ def refine(
     mesh_axes=mesh_axes,
     layer_bytes=layer_bytes,
     layers_ahead=layers_ahead,
+    by_layer=by_layer,
   )
   options, refused = _usable_options(wanted, applied.user_flags, probe.installed())
   dropped = {name: reason for name, reason in refused.items() if name not in applied.dropped}

@@ -59,6 +59,7 @@ class XlaSetting:
       (partitioning/overlap.py), False if to other loops; None for both.
     large_layers: True if it applies to models whose layers have at least LARGE_LAYER_BYTES, False
       if to others; None for both.
+    by_layer: whether it applies only to accumulation by layer.
     several_gpus: whether it applies only to runs on more than one GPU.
   """
 
@@ -74,6 +75,7 @@ class XlaSetting:
   without_axes: tuple[str, ...] = ()
   layers_ahead: Optional[bool] = None
   large_layers: Optional[bool] = None
+  by_layer: bool = False
   several_gpus: bool = False
 
 
@@ -198,6 +200,18 @@ TABLE: tuple[XlaSetting, ...] = (
         'With double buffering, XLA hides 32% instead of 92% of the gathers of a 134M decoder.',
       ),
     )
+  ),
+  XlaSetting(
+    'compile_option',
+    'xla_disable_hlo_passes',
+    'rematerialization',
+    _FAST,
+    'XLA counts what its nested loops carry twice, and computes kernels again to save memory that '
+    'the program does not take: 21% more traffic outside of matmuls, and no less memory, for '
+    'Llama-3 8B in FP8 on 8 H100 with 16 microbatches. Layers are already computed again.',
+    _XLA,
+    by_layer=True,
+    several_gpus=True,
   ),
   XlaSetting(
     'compile_option',
@@ -463,6 +477,7 @@ def select(
   mesh_axes: Collection[str] = (),
   layer_bytes: Optional[int] = None,
   layers_ahead: bool = False,
+  by_layer: bool = False,
 ) -> XlaPreset:
   """Returns the settings of a preset for one kind of machine.
 
@@ -474,6 +489,7 @@ def select(
     mesh_axes: mesh axes larger than 1, if known.
     layer_bytes: size of one layer's gathered parameters; None for the smallest bound.
     layers_ahead: whether loops over layers communicate one layer ahead.
+    by_layer: whether gradients accumulate layer by layer.
   Raises:
     ConfigError: no such preset.
   """
@@ -485,6 +501,7 @@ def select(
     if kind is not None
     and preset in row.presets
     and row.layers_ahead in (None, layers_ahead)
+    and (by_layer or not row.by_layer)
     and row.large_layers in (None, (layer_bytes or 0) >= LARGE_LAYER_BYTES)
     and _applies(row, kind=kind, num_hosts=num_hosts, num_gpus=num_gpus, mesh_axes=mesh_axes)
   ]
@@ -574,4 +591,6 @@ def where_set(row: XlaSetting) -> str:
     parts.append(
       f'layers of at least {size}' if row.large_layers else f'layers of less than {size}'
     )
+  if row.by_layer:
+    parts.append('accumulation by layer')
   return ', '.join(parts)

@@ -305,6 +305,13 @@ def test_a_gather_inside_a_host_is_that_of_a_layer_where_it_is_one_layer_ahead()
     assert selected.compile_options[GATHER] == threshold * 2**20
 
 
+def test_xla_computes_nothing_again_under_accumulation_by_layer():
+  disabled = 'xla_disable_hlo_passes'
+  machine = dict(gpu='h100', num_hosts=1)
+  assert presets.select(**machine, by_layer=True).compile_options[disabled] == 'rematerialization'
+  assert disabled not in presets.select(**machine).compile_options
+
+
 def test_mesh_and_model_refine_the_options_later():
   applied = prepare_environment('max_overlap', gpu='h200', num_hosts=4, environ={})
   refined = flags_lib.refine(applied, mesh_axes=('model',), layer_bytes=300 * 2**20)

@@ -148,14 +148,12 @@ def of_weights(program: Program, shape: StepShape) -> float:
     return _WEIGHTS_OF_TICK * held * passes
   layers = sum(stack.num_layers for stack in shape.stacks if stack.has_loop)
   of_layers = layer_bytes(program) / 2 * layers / max(len(shape.stacks), 1)
-  of_parameter = _CONVERTED + _GRADIENT + _ADDED * (passes > 1)
+  of_parameter = _CONVERTED + _GRADIENT + _ADDED * (passes > 1 or shape.by_layer)
   of_parameter += _CONVERTED * (gathers or shape.recomputes == 'layers')
   found = of_parameter * held * passes
   if gathers and layout.region.layers_ahead and layer_bytes(program) < LARGE_LAYER_BYTES:
     # Without double buffering, each iteration copies the layer's gathered weights.
     found += _COPIED * of_layers * passes
-  if shape.by_layer:  # weights in float32 are converted for each microbatch, forward and backward
-    found += 2 * _CONVERTED * of_layers * shape.passes
   return found
 
 
