@@ -226,13 +226,17 @@ class Group:
         os.killpg(process.pid, signal.SIGKILL)
 
   def poll(self) -> bool:
-    """Returns whether a process still runs; a first failure ends the others."""
+    """Returns whether a process still runs; a first failure ends the others.
+
+    Without `at_once` it waits until they have ended. With `at_once` it never waits: the kernel may
+    need seconds to end a process that has much memory of a GPU, and an agent has to beat.
+    """
     codes = [process.poll() for process in self._processes]
     runs = None in codes
     if self.ended_at is None and any(code is not None for code in codes):
       self.ended_at = time.time()
     ended = {i: p.returncode for i, p in enumerate(self._processes) if p.returncode}
-    if ended and self.failed_at is None:
+    if ended and self.failed_at is None and not self.was_ended:
       index = min(ended, key=lambda i: ended[i] in STOPPED_CODES)
       code, now = ended[index], time.monotonic()
       self.failed, self.failed_at, self._first = frozenset(ended), now, (index, code)
@@ -240,9 +244,9 @@ class Group:
         self._ending = now + STOPPED_SECONDS
       else:  # the others name the process that failed, or fail too, and may still commit a save
         self._ending = now + (KILL_SECONDS if self._at_once and code > 0 else 0)
-    if runs and self._end_together and self._ending < time.monotonic():
+    if runs and self._end_together and self._ending < time.monotonic() and not self.was_ended:
       self._end_all()
-      return False
+      return self._at_once
     return runs
 
   def end(self, seconds: float) -> None:
@@ -292,8 +296,9 @@ class Group:
         time.sleep(POLL_SECONDS)
     self._send(signal.SIGKILL)
     self.was_ended = True
-    for process in self._processes:
-      process.wait()
+    if not self._at_once:
+      for process in self._processes:
+        process.wait()
 
   def _show(self, index: int, code: int) -> None:
     print(

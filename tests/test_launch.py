@@ -360,6 +360,29 @@ def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
   assert time.monotonic() - started < 40
 
 
+def test_an_agent_does_not_wait_until_the_kernel_has_ended_a_process(monkeypatch):
+  are_gone = threading.Event()
+
+  class SlowToEnd(subprocess.Popen):
+    def poll(self):
+      return super().poll() if are_gone.is_set() else None
+
+    def wait(self, timeout=None):
+      are_gone.wait(2)
+      return super().wait(timeout)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(subprocess, 'Popen', SlowToEnd)
+    started = group('time.sleep(600)', 2, at_once=True)
+  started.end(0)
+  before = time.monotonic()
+  assert started.poll() and started.poll() and time.monotonic() - before < 1
+  are_gone.set()
+  while started.poll():
+    time.sleep(0.01)
+  assert started.was_ended and started.failed_at is None and started.finish() == 0
+
+
 def test_processes_that_saved_and_stop_are_not_hurried():
   assert group('time.sleep(0.5 * index); print("saved"); sys.exit(85)').wait() == 85
 
