@@ -40,6 +40,7 @@ from t5x_gpu.runtime.cluster.restarts import (
   EXIT_INTERRUPTED,
   EXIT_PREEMPTED,
   SHARED_CODES,
+  STEPS_IN_FLIGHT,
   STOPPED_CODES,
   Ended,
   Restarts,
@@ -110,12 +111,12 @@ class Blame:
   """A failure that the machine named `host` caused, `seconds` before a generation started.
 
   Attributes:
-    repeats: whether the failure before it was the same.
+    reason: why this failure alone keeps the host out; '' if it takes `BAD_HOST_FAILURES`.
   """
 
   host: str
   seconds: float
-  repeats: bool = False
+  reason: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Generation:
     host_counts: numbers of hosts that the mesh fits, as far as they are known.
     interruptions: why the last generations before it ended.
     blamed: the last failures that hosts have caused.
+    untried: indices of hosts with which the run has not come further than without them.
   """
 
   run: str
@@ -141,6 +143,7 @@ class Generation:
   host_counts: tuple[int, ...] = ()
   interruptions: tuple[Interruption, ...] = ()
   blamed: tuple[Blame, ...] = ()
+  untried: tuple[int, ...] = ()
 
   @property
   def members(self) -> tuple[Host, ...]:
@@ -432,7 +435,12 @@ def stop_code(number: int) -> int:
 
 def how_ended(code: int) -> str:
   """Returns 'exit code 7' or 'SIGKILL'."""
-  return f'exit code {code}' if code >= 0 else signal.Signals(-code).name
+  if code >= 0:
+    return f'exit code {code}'
+  try:
+    return signal.Signals(-code).name
+  except ValueError:  # most real-time signals have no name
+    return f'signal {-code}'
 
 
 @dataclasses.dataclass
@@ -509,6 +517,7 @@ class Member:
     self._is_leaving = False  # asked to stop while others train: it leaves once they have saved
     self._grow_at = 0.0
     self._find_at = 0.0
+    self._joining: Sequence[Host] = ()  # the hosts for which it has paused the generation
     self._away: set[str] = set()  # incarnations of hosts that this leader lost since the start
     self._proposal: Optional[Generation] = None
     self._proposed_at = 0.0
@@ -618,6 +627,8 @@ class Member:
     if self._stopped_until is not None and now >= self._stopped_until and not self._is_ending:
       actions += self._end(0, now)
     if self._is_ending and now >= self._since + ENDING_SECONDS:
+      if self._is_running:
+        return self.unfit(f'it could not end its processes within {ENDING_SECONDS} s', now)
       for follower in [f for f in self._followers.values() if f.is_running]:
         actions += [
           Log(f'{follower.host} could not end its processes within {ENDING_SECONDS} s.'),
@@ -666,12 +677,7 @@ class Member:
       return self._reported(follower.host, message, now)
     if isinstance(message, Asked):
       follower.hello = dataclasses.replace(follower.hello, asked=message.signal)
-      if self._is_idle():
-        return self._decide(now)
-      if not follower.is_running:  # a spare
-        del self._followers[follower.host.index]
-        return [Send(link, Finish(stop_code(message.signal)))]
-      return []
+      return self._decide(now) if self._is_idle() else self._let_spares_leave(now)
     if isinstance(message, Unfit):
       self._unfit[follower.host.incarnation] = message
       text = f'{follower.host} leaves the run: {message.reason}.'
@@ -825,7 +831,7 @@ class Member:
   def _lead(self, now: float) -> list[Action]:
     self._leads, self._probe_at, self._remind_at = True, now + PROBE_SECONDS, now + REMIND_SECONDS
     self._first, self._stopped_until, self._away = None, None, set()
-    self._is_ending, self._is_pausing = False, False
+    self._is_ending, self._is_pausing, self._joining = False, False, ()
     self._proposal, self._offers = None, {}
     actions: list[Action] = []
     waiting, self._waiting = self._waiting, {}
@@ -952,7 +958,8 @@ class Member:
     hosts, _ = self._chosen(present, generation.host_counts, blamed)
     if len(hosts) <= len(generation.hosts):
       return actions
-    more = _new(hosts, generation)
+    self._joining = _new(hosts, generation)
+    more = _names(self._joining)
     return [*actions, *self._pause(f'the run is saved, to continue with {more}.')]
 
   def _can_pause(self) -> bool:
@@ -970,6 +977,14 @@ class Member:
       if follower.is_running
     ]
     return [*actions, PauseProcesses()] if self._is_running else actions
+
+  def _let_spares_leave(self, now: float) -> list[Action]:
+    """Lets the spares leave that were asked to stop, perhaps while this start was proposed."""
+    leaving = [f for f in self._followers.values() if f.hello.asked and not f.is_running]
+    for follower in leaving:
+      del self._followers[follower.host.index]
+    own = self.asked(self._asked, now) if self._asked and not self._is_running else []
+    return [*(Send(f.link, Finish(stop_code(f.hello.asked))) for f in leaving), *own]
 
   def _is_idle(self) -> bool:
     return not self._is_running and not any(f.is_running for f in self._followers.values())
@@ -998,20 +1013,23 @@ class Member:
     left = [f'{host} left the run: {each.reason}' for host, each in unfit.items()]
     errors = '; '.join(filter(None, (interruption.error, *left)))
     interruption = dataclasses.replace(interruption, error=errors)
-    blamed = self._blamed(last, now) + blamed
     present = self._present()
+    before = self._blamed(last, now)
+    if ended.paused:
+      blamed += tuple(Blame(host.name, 0) for host in self._joining if host not in present)
+    blamed = before + blamed
     # Processes know the numbers up to their own number of hosts, earlier generations larger ones.
     reported = next((r.host_counts for r in reports.values() if r.host_counts), ())
     counts = sorted({*last.host_counts, *reported})
-    suspect = self._suspect(last, ended)
-    if suspect is not None:
-      without = (*blamed, Blame(suspect.name, 0, repeats=True))
+    restarts, then = last.restarts.after(ended)
+    untried = _untried(last, ended.step)
+    if isinstance(then, Stop) and then.reason:
+      suspects, reason = self._suspects(last, ended, untried)
+      without = before + tuple(Blame(host.name, 0, reason) for host in suspects)
       hosts, _ = self._chosen(present, counts, without)
-      if hosts and all(host.index != suspect.index for host in hosts):
+      if suspects and hosts and not {h.index for h in hosts} & {h.index for h in suspects}:
         blamed = without
-      else:
-        suspect = None
-    restarts, then = last.restarts.after(ended, leaves_out_host=suspect is not None)
+        restarts, then = last.restarts.after(ended, leaves_out_hosts=True)
     if isinstance(then, Stop):
       code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
       return self._finish(code, then.reason)
@@ -1025,18 +1043,19 @@ class Member:
       for generation in hello.accepted
       if generation.number > last.number
     ]
-    before = (last, *may_have_started)
-    is_safe = all(has_share(present, each) for each in before) or self._all_are_there(before)
+    former = (last, *may_have_started)
+    is_safe = all(has_share(present, each) for each in former) or self._all_are_there(former)
     self._is_stranded = not is_safe
     hosts, spares = self._chosen(present, counts, blamed)
     waited = not missing or now >= self._since + GRACE_SECONDS
     if is_safe and hosts and (waited or len(hosts) >= len(last.hosts)):
       if ended.paused:
-        new = _new(hosts, last)
-        cause = f'{new} joins' if new else 'the run was saved for a change of its hosts'
+        names = _names(_new(hosts, last))
+        cause = f'{names} joins' if names else 'the run was saved for a change of its hosts'
         interruption = dataclasses.replace(interruption, cause=cause)
       past = (*last.interruptions, interruption)[-interruptions.MOST :]
-      made = Generation('', 0, hosts, spares, restarts, tuple(counts), past, blamed)
+      new = tuple(h.index for h in hosts if h in untried or h not in last.hosts)
+      made = Generation('', 0, hosts, spares, restarts, tuple(counts), past, blamed, new)
       return [
         *(
           Log(f'{host} {bad}; the run continues without it.')
@@ -1162,11 +1181,19 @@ class Member:
     others = [host for host in generation.hosts if host != self.me]
     return 2 * sum(host.incarnation in self._away for host in others) > len(others) > 1
 
-  def _suspect(self, last: Generation, ended: Ended) -> Optional[Host]:
-    """Returns the only host that caused both `ended` and the failure that it repeats, if any."""
+  def _suspects(
+    self, last: Generation, ended: Ended, untried: Sequence[Host]
+  ) -> tuple[Sequence[Host], str]:
+    """Returns the hosts that may be the reason of a failure that ends the run, and what they did.
+
+    This is the only host that caused both `ended` and the failure that it repeats; else the hosts
+    that are new: the run has trained without them.
+    """
     indices = {process // self._per_host for process in last.restarts.suspects(ended)}
     position = last.position(min(indices)) if len(indices) == 1 else None
-    return None if position is None else last.hosts[position]
+    if position is not None:
+      return [last.hosts[position]], 'failed twice in a row at the same step'
+    return untried, 'joined, and the run failed before it got any further'
 
   def _stable(self, host: Host, local: Iterable[int]) -> frozenset[int]:
     """Returns numbers of processes that do not change with the hosts, as ranks do."""
@@ -1217,7 +1244,7 @@ class Member:
     address = self._offers[generation.hosts[0].index]
     self._proposal, self._offers = None, {}
     self._first, self._stopped_until, self._away = None, None, set()
-    self._is_ending, self._is_pausing = False, False
+    self._is_ending, self._is_pausing, self._joining = False, False, ()
     self._grow_at, self._find_at = now + GROW_SECONDS, now + FIND_SECONDS
     for follower in self._followers.values():
       follower.is_running = follower.host in generation.hosts
@@ -1227,6 +1254,7 @@ class Member:
     return [
       *(Send(f.link, Start(number, address)) for f in self._followers.values()),
       *self._start(generation, address, now),
+      *self._let_spares_leave(now),
     ]
 
   def _finish(self, code: int, reason: str, fix: str = '') -> list[Action]:
@@ -1238,9 +1266,21 @@ class Member:
     ]
 
 
-def _new(hosts: Sequence[Host], last: Generation) -> str:
-  """Returns the names of the hosts that had no processes in `last`."""
-  return _names([host for host in hosts if host not in last.hosts])
+def _new(hosts: Sequence[Host], last: Generation) -> list[Host]:
+  """Returns the hosts that had no processes in `last`."""
+  return [host for host in hosts if host not in last.hosts]
+
+
+def _untried(last: Generation, step: Optional[int]) -> list[Host]:
+  """Returns the hosts with which the run has not come further than without them.
+
+  Args:
+    last: a generation that has ended.
+    step: the last step that it has finished; None before the first one.
+  """
+  before = max((i.step for i in last.interruptions if i.step is not None), default=-1)
+  is_further = step is not None and step > before + STEPS_IN_FLIGHT
+  return [] if is_further else [host for host in last.hosts if host.index in last.untried]
 
 
 def _of_one_host(generation: Generation) -> list[Action]:
@@ -1254,8 +1294,8 @@ def _of_one_host(generation: Generation) -> list[Action]:
 def _why_bad(host: Host, blamed: Sequence[Blame]) -> str:
   """Returns what the machine of this agent did that keeps it out of generations; '' if nothing."""
   own = [each for each in blamed if each.host == host.name]
-  if any(each.repeats for each in own):
-    return 'failed twice in a row at the same step'
+  if reason := next((each.reason for each in own if each.reason), ''):
+    return reason
   if len(own) >= BAD_HOST_FAILURES:
     return f'caused {BAD_HOST_FAILURES} failures within a day'
   return ''

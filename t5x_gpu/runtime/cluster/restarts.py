@@ -25,7 +25,7 @@ _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 # The exit code of a process, or minus the signal that ended it.
 ReturnCode = Annotated[int, Whole(-64, 255)]
 # A step counts as done when its numbers have arrived; the next one is already running.
-_STEPS_IN_FLIGHT = 1
+STEPS_IN_FLIGHT = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Ended:
     if self.step is None or last.step is None:
       is_same_step = self.step == last.step
     else:
-      is_same_step = abs(self.step - last.step) <= _STEPS_IN_FLIGHT
+      is_same_step = abs(self.step - last.step) <= STEPS_IN_FLIGHT
     is_same_code = self.code == last.code and self.code not in _FROM_OUTSIDE
     may_be_same = not self.culprits or not last.culprits or bool(self.culprits & last.culprits)
     return is_same_step and (may_be_same or is_same_code)
@@ -110,29 +110,29 @@ class Restarts:
     return ended.culprits | self.last.culprits
 
   def after(
-    self, ended: Ended, *, leaves_out_host: bool = False
+    self, ended: Ended, *, leaves_out_hosts: bool = False
   ) -> tuple['Restarts', Union[Stop, Restart]]:
     """Returns what follows an end, and the state then.
 
     Every failure uses up one restart, so a run of any faults ends; a pause does not. If a failure
-    repeats at the same step, another start would end the same way, unless its host is the reason.
+    repeats at the same step, another start would end the same way, unless a host is the reason.
 
     Args:
       ended: how the processes ended.
-      leaves_out_host: whether another start would be without the only host that caused `ended` and
-        `last`. If the failure then repeats, on any host, the run ends.
+      leaves_out_hosts: whether another start would be without the hosts that may be the reason. If
+        the failure then repeats, on any host, the run ends.
     """
     if ended.paused and not ended.asked:
       return self, Restart(self.done)
     if ended.asked or ended.code in STOPPED_CODES:
       return self, Stop()
-    if ended.code in _FINAL_CODES:
-      return self, Stop('another start would end with the same error')
-    if self.last is not None and ended.repeats(self.last):
-      if not leaves_out_host:
-        place = 'before the first step' if ended.step is None else f'after step {ended.step}'
-        return self, Stop(f'it failed twice in a row {place}')
+    if leaves_out_hosts:
       ended = dataclasses.replace(ended, failed=frozenset())
+    elif ended.code in _FINAL_CODES:
+      return self, Stop('another start would end with the same error')
+    elif self.last is not None and ended.repeats(self.last):
+      place = 'before the first step' if ended.step is None else f'after step {ended.step}'
+      return self, Stop(f'it failed twice in a row {place}')
     if self.done == self.allowed:
       return self, Stop(f'--restarts={self.allowed} are used up')
     return Restarts(self.allowed, self.done + 1, ended), Restart(self.done + 1)

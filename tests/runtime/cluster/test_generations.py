@@ -50,6 +50,7 @@ class Network:
     self._events: list = []
     self._failed: list[tuple[g.Member, int]] = []
     self.unfit: set[int] = set()
+    self.stuck: set[int] = set()  # hosts whose kernel does not end processes
     self._next_link = 0
     self._incarnations = 0
     for index in range(num_hosts):
@@ -154,6 +155,8 @@ class Network:
           assert is_one, f'split brain: {whole}'
           self.effective += sorted({number for _, number in whole} - set(self.effective))
         case g.EndProcesses():
+          if index in self.stuck:
+            continue
           self._later(index, lambda agent, n=self.running.get(index): self._ended(agent, n, None))
         case g.PauseProcesses():
           generation = self.running[index]
@@ -474,6 +477,18 @@ def test_a_host_that_beats_but_does_not_answer_a_proposal_is_left_out(silent):
   assert any('leaves the run: it has not looked' in line for line in made.log)
 
 
+@pytest.mark.parametrize('stuck', [0, 1])
+def test_a_host_that_cannot_end_its_processes_is_left_out(stuck):
+  made = network(host_counts=ANY)
+  made.stuck = {stuck}
+  made.end(2, KILLED)
+  made.settle(g.ENDING_SECONDS - 2)
+  assert made.hosts() == []
+  made.settle(g.GRACE_SECONDS + 4)
+  assert made.hosts() == sorted({0, 1, 2} - {stuck})
+  assert any('could not end its processes within 60 s' in line for line in made.log)
+
+
 @pytest.mark.parametrize('lost', [0, 2])
 def test_a_host_has_its_grace_from_its_last_sign_of_life(lost):
   made = network(host_counts=ANY)
@@ -701,6 +716,85 @@ def test_a_host_that_comes_back_later_is_taken_in_after_a_save_that_costs_no_res
   assert made.whole().number == 3  # it starts no further one
 
 
+def joined(**options) -> Network:
+  """Returns a run that has just taken host 2 in again, after step 7."""
+  made = shrunken(2, **options)
+  made.boot(2)
+  made.settle(2 * g.GROW_SECONDS)
+  assert made.hosts() == [0, 1, 2]
+  return made
+
+
+JOINED = 'joined, and the run failed before it got any further'
+
+
+@pytest.mark.parametrize('step', [None, 7, 8])
+@pytest.mark.parametrize('ends', [[(2, 78)], [(2, 1)] * 2, [(0, 86)] * 2, [(1, -6), (0, -6)]])
+def test_a_host_that_joins_and_ends_the_run_is_left_out(step, ends):
+  made = joined()
+  made.step = step
+  for index, code in ends:
+    assert made.hosts() == [0, 1, 2]
+    made.end(index, code)
+    made.settle(3)
+  assert made.hosts() == [0, 1] and not made.exits
+  assert f'0: host 2 (gpu-2) {JOINED}; the run continues without it.' in made.log
+  assert f'2: host 2 (gpu-2) waits as a spare: it {JOINED}.' in made.log
+  made.boot(2)  # the same machine
+  made.settle(2 * g.GROW_SECONDS)
+  assert made.hosts() == [0, 1]
+
+
+def test_a_spare_that_takes_a_place_and_ends_the_run_is_left_out():
+  made = with_spares(3, 1)
+  made.kill(1)
+  made.settle(2)
+  assert made.hosts() == [0, 2, 3]
+  made.step = None
+  failed_twice(made, 3, 1)
+  assert made.hosts() == [0, 2] and not made.exits
+
+
+@pytest.mark.parametrize('code', [78, 1])
+def test_a_failure_that_comes_without_the_new_host_too_ends_the_run(code):
+  made = joined()
+  made.step = None
+  for _ in range(3):
+    if made.hosts():
+      made.end(made.hosts()[-1], code)
+      made.settle(3)
+  assert {exit.code for exit in made.exits.values()} == {code} and len(made.exits) == 3
+
+
+@pytest.mark.parametrize('first', [False, True])
+def test_a_host_with_which_the_run_has_come_further_is_not_blamed_for_its_errors(first):
+  made = network(host_counts=ANY) if first else joined()
+  made.step = None if first else 9
+  failed_twice(made, 2, 1)
+  assert {exit.code for exit in made.exits.values()} == {1} and len(made.exits) == 3
+
+
+def test_a_host_that_is_gone_whenever_the_run_was_saved_for_it_stays_out():
+  made = shrunken(2, restarts=1)
+  for _ in range(g.BAD_HOST_FAILURES):
+    made.boot(2)
+    made.settle(2)
+    for _ in range(2 * g.GROW_SECONDS):
+      if 'the run is saved' in made.log[-1]:
+        break
+      made.tick()
+      while 'the run is saved' not in made.log[-1] and made.run_some(1):
+        pass
+    made.log.append('')
+    made.kill(2)
+    made.settle(2)
+    assert made.hosts() == [0, 1]
+  number = made.whole().number
+  made.boot(2)
+  made.settle(5 * g.GROW_SECONDS)
+  assert made.hosts() == [0, 1] and made.whole().number == number
+
+
 @pytest.mark.parametrize('num_listed, finds', [(1, False), (2, True), (4, True)])
 def test_a_new_agent_finds_the_run_while_host_0_is_away(num_listed, finds):
   made = shrunken(0, 4, num_listed=num_listed)
@@ -792,6 +886,23 @@ def test_a_spare_that_leads_leaves_when_it_is_asked_to_and_costs_no_restart(numb
   assert made.hosts() == [1, 2] and made.exits.keys() == {0}
 
 
+@pytest.mark.parametrize('leads', [False, True])
+def test_a_spare_that_is_asked_to_stop_while_a_start_is_proposed_leaves_alone(leads):
+  made, spare = (led_by_a_spare(), 0) if leads else (with_spares(3, 1), 3)
+  made.step = 100
+  made.end(1, KILLED)
+  while made.agents[0]._proposal is None:
+    assert made.run_some(1)
+  made.do(spare, made.agents[spare].asked(15, made.now))
+  made.settle(3)
+  hosts = [1, 2] if leads else [0, 1, 2]
+  assert made.exits == {spare: g.Exit(85)} and made.hosts() == hosts
+  made.step = 5000
+  made.end(1, KILLED)
+  made.settle(3)
+  assert made.hosts() == hosts and made.exits.keys() == {spare}
+
+
 def test_all_hosts_that_are_asked_to_stop_end_the_run_if_a_spare_leads():
   made = led_by_a_spare()
   for index in (0, 1, 2):
@@ -830,6 +941,16 @@ def test_the_same_failure_twice_ends_the_run_on_all_hosts_with_its_code():
   made.settle()
   assert {index: made.exits[index].code for index in range(3)} == {0: 7, 1: 7, 2: 7}
   assert made.exits[2].problem.what == 'it failed twice in a row after step 5'
+
+
+@pytest.mark.parametrize(
+  'code, text', [(-9, 'SIGKILL'), (-40, 'signal 40'), (-34, 'SIGRTMIN'), (7, 'exit code 7')]
+)
+def test_every_signal_that_ends_a_process_is_named(code, text):
+  made = network()
+  made.end(1, code)
+  made.settle()
+  assert made.whole().cause == f'process 2 on host 1 (gpu-1) failed ({text}) before the first step'
 
 
 def failed_twice(made: Network, index: int, code: int = -11) -> Network:

@@ -69,7 +69,7 @@ def test_all_processes_that_fail_with_the_same_code_at_the_same_step_have_the_sa
 
 def test_a_failure_that_left_out_a_host_ends_the_run_if_it_comes_again_elsewhere():
   state, _ = Restarts(9).after(killed(1))
-  state, then = state.after(killed(1), leaves_out_host=True)
+  state, then = state.after(killed(1), leaves_out_hosts=True)
   assert then == Restart(2)
   assert state.after(killed(5, step=140))[1] == Restart(3)
   assert isinstance(state.after(killed(5))[1], Stop) and not state.suspects(killed(5))
