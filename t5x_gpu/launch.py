@@ -552,6 +552,7 @@ class HostAgent:
     self._exit: Optional[generations.Exit] = None
     self._reason = ''  # why the last connection failed
     self._ahead = 0.0  # seconds by which the clock of this host is ahead of the clock of the run
+    self._asked_at = 0.0  # when this host last asked a leader to be taken in, by `time.monotonic`
     self._is_full = False  # whether it has said that too many files are open
 
   def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
@@ -678,13 +679,13 @@ class HostAgent:
 
   def _compare_clocks(self, leaders: float) -> None:
     """Names this host if its clock differs, and corrects its times by the leader's."""
-    ahead = time.time() - leaders
-    self._ahead = ahead if abs(ahead) > CLOCK_SECONDS else 0.0
+    latency = time.monotonic() - self._asked_at
+    self._ahead = seconds_ahead(time.time(), leaders, latency=latency)
     if self._ahead:
-      how = 'ahead of' if ahead > 0 else 'behind'
+      how = 'ahead of' if self._ahead > 0 else 'behind'
       _log(
-        f'the clock of {self._member.me} is {abs(ahead):.0f} s {how} the clock of the host that '
-        'leads; the times of this run follow the leader. Set the clock.'
+        f'the clock of {self._member.me} is {abs(self._ahead):.0f} s {how} the clock of the host '
+        'that leads; the times of this run follow the leader. Set the clock.'
       )
 
   def _refuse_version(self, link: int, now: float) -> list[generations.Action]:
@@ -705,6 +706,8 @@ class HostAgent:
         case generations.Send(link, message):
           if isinstance(message, generations.Welcome):
             message = generations.Welcome(time.time() - self._ahead)
+          elif isinstance(message, generations.Hello):
+            self._asked_at = time.monotonic()
           self._links.send(link, message)
         case generations.Connect(index, address):
           to = self._addresses if index == 0 else self._listed[index : index + 1]
@@ -816,6 +819,17 @@ class HostAgent:
     if problem is not None:
       _log(f'not starting again: {problem.what}.')
     return _config_error_code() if code == EXIT_CONFIG else code
+
+
+def seconds_ahead(own: float, other: float, *, latency: float) -> float:
+  """Returns the seconds by which a clock is ahead of another; 0 if they may agree.
+
+  Args:
+    own: time of this clock when the other's arrived.
+    other: time of the other clock when it was sent, at most `latency` seconds ago.
+  """
+  ahead = own - other
+  return 0.0 if -CLOCK_SECONDS <= ahead <= CLOCK_SECONDS + latency else ahead
 
 
 def _log(text: str) -> None:

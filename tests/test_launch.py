@@ -764,3 +764,10 @@ def _folder(parent: pathlib.Path, name: str) -> pathlib.Path:
   folder = parent / name
   folder.mkdir()
   return folder
+
+
+def test_a_time_that_arrives_late_is_not_a_clock_that_differs():
+  late = dict(own=1007.0, other=1000.0)
+  assert launch.seconds_ahead(**late, latency=0.1) == 7.0
+  assert launch.seconds_ahead(**late, latency=6.0) == 0.0
+  assert launch.seconds_ahead(own=993.0, other=1000.0, latency=60.0) == -7.0
