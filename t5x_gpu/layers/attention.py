@@ -157,7 +157,7 @@ class MultiHeadAttention(nn.Module):
       query = self._feature_norm('query_norm', 'heads')(query)
       key = None if key is None else self._feature_norm('key_norm', 'kv_heads')(key)
     if rotation is not None:
-      query, key = rotation(query), rotation(key)
+      query, key = (rotation(x, after_norm=c.qk_norm) for x in (query, key))
     if c.query_pre_attn_scalar is not None:
       query = query * jnp.asarray(c.query_pre_attn_scalar**-0.5, query.dtype)
     if cache is not None:

@@ -67,3 +67,31 @@ def test_layers_keep_their_own_frequencies_and_amplitude():
   np.testing.assert_allclose(first.sin[:, :, 0], amplitude * np.sin(angles), rtol=1e-5, atol=1e-7)
   assert (second.cos == 1.0).all() and (second.sin == 0.0).all()
   np.testing.assert_allclose(third.cos[:, 0], 0.1 * np.log(4) + 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize('after_norm', [False, True], ids=['concatenation', 'flip'])
+@pytest.mark.parametrize('rotated', [8, 4], ids=['all features', 'half of them'])
+def test_a_rotation_multiplies_complex_numbers_and_its_gradient_turns_back(rotated, after_norm):
+  x, gradient = np.random.default_rng(0).normal(size=(2, 2, 5, 3, 8)).astype(np.float32)
+  turn = RotaryEmbedding(fraction=rotated / 8).rotation(jnp.arange(5), 8)
+  y, pull = jax.vjp(lambda x: turn(x, after_norm=after_norm), jnp.asarray(x))
+
+  def turned(x, sign):
+    half = rotated // 2
+    angle = np.arange(5)[:, None, None] * 10000.0 ** -(np.arange(half) / half)
+    z = (x[..., :half] + 1j * x[..., half:rotated]) * np.exp(sign * 1j * angle)
+    return np.concatenate([z.real, z.imag, x[..., rotated:]], -1)
+
+  close = {'rtol': 1e-5, 'atol': 1e-6}
+  np.testing.assert_allclose(y, turned(x, 1), **close)
+  np.testing.assert_allclose(pull(jnp.asarray(gradient))[0], turned(gradient, -1), **close)
+
+
+def test_both_forms_of_a_rotation_give_the_same_numbers():
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 4, 64)), jnp.bfloat16)
+  turn = RotaryEmbedding().rotation(jnp.arange(16), 64)
+  (joined, pull_joined), (flipped, pull_flipped) = (
+    jax.vjp(lambda x, flip=flip: turn(x, after_norm=flip), x) for flip in (False, True)
+  )
+  np.testing.assert_array_equal(joined, flipped)
+  np.testing.assert_array_equal(pull_joined(x)[0], pull_flipped(x)[0])
