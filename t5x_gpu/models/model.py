@@ -49,6 +49,8 @@ class Model:
       'decoder').
     gathers_layers: `run_layers` runs layers with `scan_layers`. Data parallelism then sums a
       layer's gradients as soon as they are known.
+    takes_rounded_kernels: kernels of the layers may be `RoundedKernel`s (layers/dense.py). Modules
+      of Flax, for example, take arrays only.
     couples_rows: the loss of a row depends on other rows, so microbatches would change the loss.
     classifies: each row has one label, rather than a target per token.
     tags: each word has a label: `logits` are [batch, length, classes].
@@ -65,6 +67,7 @@ class Model:
   config: object
   stacks: ClassVar[tuple[str, ...]] = (ONLY,)
   gathers_layers: ClassVar[bool] = False
+  takes_rounded_kernels: ClassVar[bool] = False
   couples_rows: ClassVar[bool] = False
   classifies: ClassVar[bool] = False
   tags: ClassVar[bool] = False
@@ -298,6 +301,7 @@ class ModelWrapper(Model):
   config = _of_model('config')
   stacks = _of_model('stacks')
   gathers_layers = _of_model('gathers_layers')
+  takes_rounded_kernels = _of_model('takes_rounded_kernels')
   couples_rows = _of_model('couples_rows')
   classifies = _of_model('classifies')
   tags = _of_model('tags')

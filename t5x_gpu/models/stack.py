@@ -370,6 +370,11 @@ class TransformerModel(Model, abc.ABC):
   gathers_layers: ClassVar[bool] = True
 
   @property
+  def takes_rounded_kernels(self) -> bool:
+    """Whether kernels of the layers may be `RoundedKernel`s."""
+    return self.layer is TransformerLayer
+
+  @property
   def num_outcomes(self) -> int:
     """Number of tokens that the model chooses from."""
     return self.config.vocab_size

@@ -406,7 +406,7 @@ def breadth_first_loss(
     stack: str, x: _Parted, part: _Parted, of_layer: tuple[Params, jax.Array]
   ) -> tuple[_Parted, None]:
     weights, number = in_float32(of_layer[0]), of_layer[1]
-    if config_of(model) is not None:  # its layers are ours, and take rounded kernels
+    if model.takes_rounded_kernels:
       weights = rounded_once(weights, compute_dtype(model))
     stacked = jax.tree.map(lambda w: w[None], weights)
     amaxes = [fp8.copies(a, num_microbatches) for a in fp8.amaxes_of(stacked)]

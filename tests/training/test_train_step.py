@@ -313,6 +313,24 @@ def test_a_layer_whose_result_does_not_fit_the_next_layer_is_refused(make):
     program.train_step.trace(program.abstract_state, program.abstract_batch)
 
 
+class FlaxLayer(nn.Module):
+  """A user's layer: a module of Flax, named like a module of TransformerLayer."""
+
+  config: TransformerConfig
+
+  @nn.compact
+  def __call__(self, x, shared, dropout_rng, number=0, caches=None):
+    init = with_axes(nn.initializers.lecun_normal(), ('embed', 'mlp'))
+    y = nn.Dense(x.shape[-1], use_bias=False, dtype=x.dtype, kernel_init=init, name='wo')(x)
+    return x + y, caches, None
+
+
+def test_accumulation_by_layer_works_with_modules_of_flax():
+  model = DecoderOnlyModel(TransformerConfig(**CONFIG, dtype='bfloat16'), layer=FlaxLayer)
+  program = program_of(model, {'targets': 16}, num_microbatches=2, fsdp=2)
+  program.train_step.trace(program.abstract_state, program.abstract_batch)
+
+
 @pytest.mark.parametrize('wrong', ['loss', 'optimizer', 'schedule'])
 def test_what_the_code_of_users_returns_is_checked_before_anything_compiles(wrong):
   class Model(DecoderOnlyModel):
