@@ -350,11 +350,13 @@ def project_together(
     kernels = (m.kernel.astype(dtype) for m in maps)
     stacked = on_kernels(lambda *k: jnp.stack(k, axis=1), *kernels)
     y = contract(operand, stacked)
-    y = shard(y, 'batch', 'length', None, axes[1])
-    out = [y[:, :, i] for i in range(len(maps))]
-  else:
-    out = [shard(contract(operand, m.kernel), 'batch', 'length', axes[1]) for m in maps]
-  return [m.finish(y, x) for y, m in zip(out, maps)]
+    y = jax.lax.optimization_barrier(shard(y, 'batch', 'length', None, axes[1]))  # see below
+    return [m.finish(y[:, :, i], x) for i, m in enumerate(maps)]
+  out = [shard(contract(operand, m.kernel), 'batch', 'length', axes[1]) for m in maps]
+  out = [m.finish(y, x) for y, m in zip(out, maps, strict=True)]
+  # XLA merges no kernels that read a matmul's result directly. Behind this barrier, one kernel
+  # computes the hidden features and the gradients of all branches.
+  return jax.lax.optimization_barrier(out) if len(out) > 1 else out
 
 
 class LinearParams(nn.Module):

@@ -90,10 +90,6 @@ class Mlp(nn.Module):
       dtype=c.compute_dtype,
       use_bias=c.mlp_bias,
     )
-    if len(branches) > 1:
-      # XLA merges no kernels that read a matmul's result directly. Behind this barrier, one kernel
-      # computes the hidden features and the gradients of all branches.
-      branches = jax.lax.optimization_barrier(branches)
     hidden = shard(activated(c, branches), 'batch', 'length', 'mlp')
     hidden = dropout(hidden, c.dropout('mlp'), dropout_rng)
     out = DenseGeneral(
