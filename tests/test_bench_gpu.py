@@ -14,7 +14,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 
 import gin
 import jax
@@ -40,11 +39,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / 'scripts' / 'bench_gpu.sh'
 # What a machine that only measures may lack.
 ABSENT = ('tensorflow', 'seqio', 'orbax', 'gin', 'tokamax', 'qwix', 'torch', 'matplotlib')
-BLOCK = f"""
+BLOCK = """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 def find_spec(name, path=None, target=None):
-  return None if name.split('.')[0] in {ABSENT} else find(name, path, target)
+  return None if name.split('.')[0] in {absent} else find(name, path, target)
 PathFinder.find_spec = find_spec
 """
 H100 = 'NVIDIA H100 80GB HBM3'
@@ -55,9 +54,9 @@ def result(*rows, small=False):
   return {'status': 'done', 'reason': None, 'small': small, 'machine': MACHINE, 'rows': rows}
 
 
-def environ(folder: pathlib.Path) -> dict[str, str]:
-  """Returns variables of a Python without the packages ABSENT."""
-  (folder / 'sitecustomize.py').write_text(textwrap.dedent(BLOCK))
+def environ(folder: pathlib.Path, absent: tuple[str, ...] = ABSENT) -> dict[str, str]:
+  """Returns variables of a Python without the packages `absent`."""
+  (folder / 'sitecustomize.py').write_text(BLOCK.format(absent=absent))
   return {**os.environ, 'PYTHONPATH': str(folder), 'PYTHON': sys.executable}
 
 
@@ -91,6 +90,14 @@ def test_an_interrupted_run_continues_with_the_remaining_parts(tmp_path):
   [step] = results['decoder_134m_bf16']['rows']
   assert step['plan'] is None and step['attention'][0]['name'] == 'dense'
   assert '| decoder_134m | bfloat16 | 2 x 16 | - |' in table
+
+
+@pytest.mark.process
+def test_a_python_without_jax_is_named(tmp_path):
+  env = environ(tmp_path, absent=('jax',))
+  done = subprocess.run(['bash', SCRIPT, '--help'], env=env, text=True, capture_output=True)
+  assert done.returncode == 1 and 'Traceback' not in done.stderr
+  assert done.stderr.startswith(f'{sys.executable} has no jax.') and 'PYTHON=' in done.stderr
 
 
 @pytest.mark.process
@@ -424,12 +431,63 @@ def test_the_slowest_kernels_are_next_to_the_time_of_their_bytes(planned_step, r
   kept = results_before.parent / 'steps' / 'decoder_134m_fp8'
   assert b'HloModule jit_train_step' in gzip.decompress((kept / 'step.hlo.txt.gz').read_bytes())
   assert (kept / 'step.xplane.pb.gz').stat().st_size > 1000
-  on_card = [{**kernels[0], 'kernel_seconds': 3e-3, 'least_seconds': 2e-3}]
+  on_card = [{**kernels[0], 'kernel_seconds': 3e-3, 'least_seconds': 2e-3, 'plan_seconds': 2.4e-3}]
   row = {**planned_step, 'slowest_kernels': on_card}
   failed = {**planned_step, 'slowest_kernels': {'error': 'DataError: no trace'}}
   table = report.table({'decoder_134m_bf16': result(row, failed)})
-  assert f'| decoder_134m fp8 | {kernels[0]["place"]} |' in table and '| 2 | 1.50 |' in table
+  assert f'| decoder_134m fp8 | {kernels[0]["place"]} |' in table and '| 2 | 2.4 | 0.80 |' in table
   assert 'DataError: no trace' in table
+
+
+def test_kinds_of_kernels_are_next_to_what_the_plan_expects_of_them(planned_step):
+  assert set(planned_step['seconds_by_kind']) == {'gemm', 'memory'}
+  expected = planned_step['plan']['seconds_by_kind']
+  assert set(expected) == {'gemm', 'fp8_gemm', 'attention', 'memory'}
+  assert math.fsum(expected.values()) == pytest.approx(planned_step['plan']['seconds'])
+  measured = {'gemm': 0.1, 'memory': 0.02, 'waiting': 0.004}
+  plan = {'gemm': 0.11, 'memory': 0.01, 'attention': 0.05}
+  row = {**planned_step, 'seconds_by_kind': measured, 'plan': {'seconds_by_kind': plan}}
+  others = {'gpus': 2, 'layout': 'fsdp', 'preset_seconds': 1.0}
+  options = [
+    {**row, **others, 'options': label} for label in ('as the preset', 'NCCL user buffers')
+  ]
+  table = report.table({'options_gpus_decoder_1.3b_2048_bf16': result(*options)})
+  begin = '| decoder_134m fp8 fsdp |'
+  lines = [line for line in table.splitlines() if line.startswith(begin)][: len(measured) + 1]
+  assert lines == [
+    f'{begin} matmuls | 100 | 110 | 1.10 |',
+    f'{begin} attention | - | 50 | - |',
+    f'{begin} reading and writing | 20 | 10 | 0.50 |',
+    f'{begin} waiting for collectives | 4 | - | - |',
+  ]
+
+
+def test_a_time_is_written_before_the_step_is_compiled_again_for_its_kernels(
+  monkeypatch, results_before
+):
+  seen = []
+  monkeypatch.setattr(step_lib, '_kernels', lambda *_: seen.append('traced') or {'kinds': 1})
+  timed = step_lib.Timed({'seconds': 1.0}, lambda: None)
+  rows = step_lib._with_kernels({'model': 'm'}, timed, results_before)
+  row = next(rows)
+  assert row == {'model': 'm', 'seconds': 1.0} and not seen
+  assert next(rows, None) is None and row['kinds'] == 1, 'the row that was yielded'
+
+
+def test_a_peak_is_shown_only_where_the_step_set_it(planned_step):
+  peak = {'peak_bytes': 20 * 2**30, 'peak_bytes_before_steps': 2**30}
+  others = {'gpus': 1, 'layout': '', 'preset_seconds': 1.0, 'options': 'no Triton GEMMs'}
+  first = {**planned_step, **others, **peak}
+  later = first | {'peak_bytes_before_steps': 20 * 2**30}  # an earlier step needed as much
+  theirs = {'what': 'PyTorch', 'model': 'decoder_134m', 'peak_bytes': 3 * 2**30}
+  theirs |= {'precision': 'bfloat16', 'rows': 2, 'length': 16, 'seconds': 1.0}
+  for part, ours in (
+    ('options_decoder_1.3b_2048_bf16', [first, later]),
+    ('decoder_134m_bf16', [first, later, theirs]),
+  ):
+    table = report.table({part: result(*ours)})
+    assert table.count('| 20.00 |') == 1
+  assert '| 3.00 |' in table
 
 
 def test_several_gpus_are_compared_with_one(monkeypatch):

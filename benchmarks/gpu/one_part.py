@@ -47,9 +47,9 @@ def main() -> int:
     measure = getattr(importlib.import_module(f'benchmarks.gpu.{module}'), function)
     for row in measure(**options):
       rows.append(row)
-      with atomic_write(args.rows) as path:
-        path.write_text(json.dumps(rows), encoding='utf-8')
+      _write(args.rows, rows)
       print(json.dumps(row), flush=True)
+    _write(args.rows, rows)  # a part may add to a row that it has yielded
   except (Missing, Skipped) as e:
     print(e, file=sys.stderr, flush=True)
     return MISSING if isinstance(e, Missing) else SKIPPED
@@ -60,6 +60,11 @@ def main() -> int:
     return 1
   print(programs.cache_line(), flush=True)
   return DONE
+
+
+def _write(path: pathlib.Path, rows: list[Row]) -> None:
+  with atomic_write(path) as file:
+    file.write_text(json.dumps(rows), encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any, Optional
 
+from benchmarks.gpu.kernels import planned_by_kind
 from benchmarks.gpu.parts import Row
 from t5x_gpu.errors import ConfigError, first_line
 from t5x_gpu.tools.planning import assumptions
@@ -61,6 +62,7 @@ def _planned(
     'attention': [choice.name for choice in by_formula.attention],
     'seconds': as_compiled.seconds_per_step,
     'calibrated_seconds': calibrated and calibrated.seconds_per_step,
+    'seconds_by_kind': planned_by_kind(as_compiled.time),
     'formula_bytes': by_formula.memory.needed_bytes,
     'compiled_bytes': as_compiled.memory.needed_bytes,
   }

@@ -17,12 +17,14 @@ def line(name: str, result: Row) -> str:
 
 def table(results: Mapping[str, Row]) -> str:
   """Returns all tables; parts that did not finish are listed with the reason."""
+  steps = _rows(results, *SHAPES)
   blocks = [
     _head(results),
     _table(CEILINGS, _rows(results, 'ceilings')),
-    _table(STEPS, _with_shares(_rows(results, *SHAPES), ceilings(results))),
-    _table(PLANNED, [row for row in _rows(results, *SHAPES) if 'plan' in row]),
-    _table(KERNELS, [{**row, **k} for row in _rows(results, *SHAPES) for k in _slowest(row)]),
+    _table(STEPS, _with_shares(steps, ceilings(results))),
+    _table(PLANNED, [row for row in steps if 'plan' in row]),
+    _table(KINDS, [k for row in [*steps, *_presets(results)] for k in _kinds(row)]),
+    _table(KERNELS, [k for row in [*steps, *_presets(results)] for k in _slowest(row)]),
     _table(OPTIONS, _rows(results, 'options')),
     _table(ATTENTION, _rows(results, 'attention')),
     _table(LOSSES, _rows(results, 'loss')),
@@ -143,7 +145,7 @@ def _note(row: Row) -> str:
 
 def _peak(row: Row) -> Optional[int]:
   """Returns the peak of a step; None if something before the step needed more, or is unknown."""
-  peak, before = row['peak_bytes'], row['peak_bytes_before_steps']
+  peak, before = row['peak_bytes'], row.get('peak_bytes_before_steps', 0)
   return peak if peak is not None and peak > before else None
 
 
@@ -156,9 +158,33 @@ def _plan_of(row: Row) -> str:
   return plan['gpu'] if same else f'{plan["gpu"]} with {", ".join(sorted(set(plan["attention"])))}'
 
 
+def _presets(results: Mapping[str, Row]) -> list[Row]:
+  """Returns the steps on several GPUs whose kernels were traced, with the preset's options."""
+  rows = _rows(results, 'options')
+  return [row for row in rows if row['gpus'] > 1 and row['options'] == 'as the preset']
+
+
 def _slowest(row: Row) -> list[Row]:
+  """Returns a row for each of the kernels of a step that took longest."""
   found = row.get('slowest_kernels', [])
-  return [found] if isinstance(found, dict) else found
+  return [{**row, **kernel} for kernel in ([found] if isinstance(found, dict) else found)]
+
+
+def _kinds(row: Row) -> list[Row]:
+  """Returns a row for each kind of kernel of a step, measured or planned."""
+  plan = row.get('plan') or {}
+  measured, planned = row.get('seconds_by_kind', {}), plan.get('seconds_by_kind', {})
+  if not measured:
+    return []
+  return [
+    {**row, 'kind': words, 'measured': measured.get(kind), 'planned': planned.get(kind)}
+    for kind, words in KIND_WORDS.items()
+    if kind in measured or kind in planned
+  ]
+
+
+def _traced_step(row: Row) -> str:
+  return ' '.join([row['model'], row['precision'], *row.get('layout', '').split()])
 
 
 def _ratio(predicted: Any, measured: Any) -> str:
@@ -187,7 +213,7 @@ STEPS = {
   'untuned kernels': lambda r: r['untuned_kernels'],
   'compile s': lambda r: f'{r["compile_seconds"]:.0f}',
   'kernels': lambda r: ', '.join(f'{kind} {runs}' for kind, runs in r['kernels'].items()),
-  'peak GiB': lambda r: _gib(r['peak_bytes']),
+  'peak GiB': lambda r: _gib(_peak(r)),
   'predicted GiB': lambda r: _gib(r['predicted_bytes']),
 }
 # Predicted against measured; a ratio is predicted / measured.
@@ -207,9 +233,27 @@ PLANNED = {
   'as compiled GiB': _or_dash(lambda r: f'{r["plan"]["compiled_bytes"] / GIB:.3g}'),
   'compiled ratio': _or_dash(lambda r: _ratio(r['plan']['compiled_bytes'], _peak(r))),
 }
-# The kernels that took longest in a traced step, next to the time of their bytes.
+# Kinds of kernels, as in kernels.py.
+KIND_WORDS = {
+  'gemm': 'matmuls',
+  'fp8_gemm': 'matmuls in FP8',
+  'attention': 'attention',
+  'memory': 'reading and writing',
+  'waiting': 'waiting for collectives',
+  'unknown': 'without an instruction',
+}
+# The kernels of a traced step by kind, next to what the plan expects of them.
+KINDS = {
+  'kernels of': _traced_step,
+  'kind': lambda r: r['kind'],
+  'measured ms': _or_dash(lambda r: f'{r["measured"] * 1e3:.3g}'),
+  'plan ms': _or_dash(lambda r: f'{r["planned"] * 1e3:.3g}'),
+  'time ratio': _or_dash(lambda r: _ratio(r['planned'], r['measured'])),
+}
+# The kernels that took longest in a traced step, next to what the plan expects of them, and to the
+# time of their bytes.
 KERNELS = {
-  'slowest kernels of': lambda r: f'{r["model"]} {r["precision"]}',
+  'slowest kernels of': _traced_step,
   'kernel': lambda r: r['place'],
   'result': lambda r: r['result'],
   'per step': lambda r: f'{r["runs"]:,}',
@@ -217,7 +261,8 @@ KERNELS = {
   'of the step': lambda r: f'{r["kernel_seconds"] / r["seconds"]:.1%}',
   'GB': _or_dash(lambda r: f'{r["num_bytes"] / 1e9:.2f}'),
   'least ms for the bytes': _or_dash(lambda r: f'{r["least_seconds"] * 1e3:.3g}'),
-  'ratio': _or_dash(lambda r: _ratio(r['kernel_seconds'], r['least_seconds'])),
+  'plan ms': _or_dash(lambda r: f'{r["plan_seconds"] * 1e3:.3g}'),
+  'time ratio': _or_dash(lambda r: _ratio(r['plan_seconds'], r['kernel_seconds'])),
   'note': _note,
 }
 # XLA's options, one change to the preset each.
@@ -234,7 +279,7 @@ OPTIONS = {
   'elementwise GB': lambda r: f'{r["elementwise_bytes"] / 1e9:.1f}',
   'kernels': lambda r: ', '.join(f'{kind} {runs}' for kind, runs in r['kernels'].items()),
   'compile s': lambda r: f'{r["compile_seconds"]:.0f}',
-  'peak GiB': lambda r: _gib(r['peak_bytes']),
+  'peak GiB': lambda r: _gib(_peak(r)),
   'note': _note,
 }
 ATTENTION = {

@@ -5,7 +5,6 @@ preset, the memory check, the check for matmuls in FP8. Batches are synthetic, a
 are left out. What a plan predicts for the same step on the same card is recorded with it.
 """
 
-import collections
 import dataclasses
 import functools
 import gzip
@@ -13,18 +12,19 @@ import math
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
 import jax
 
+from benchmarks.gpu.kernels import traced
 from benchmarks.gpu.parts import Missing, Row, Skipped
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.timing import time_calls
 from t5x_gpu.compiled.kernels import count_kernels, fp8_lines
-from t5x_gpu.compiled.trace import Operation, ProgramOps, read_trace, trace_file
-from t5x_gpu.compiled.traffic import KernelTraffic, kernel_traffic, traffic
+from t5x_gpu.compiled.trace import read_trace, trace_file
+from t5x_gpu.compiled.traffic import kernel_traffic, traffic
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.synthetic import SyntheticBatches
 from t5x_gpu.errors import ModelError, OutOfMemoryError, first_line
@@ -42,9 +42,8 @@ from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.runtime.xla.flags import Applied
 from t5x_gpu.runtime.xla.presets import TABLE
-from t5x_gpu.tools.planning.gpu_targets import GpuTarget, target_of_kind
+from t5x_gpu.tools.planning.gpu_targets import target_of_kind
 from t5x_gpu.tools.planning.prediction import PlanConfig
-from t5x_gpu.tools.planning.sharding import place
 from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program, compile_options
@@ -124,10 +123,17 @@ def measure(
     ModelError: on a GPU, no matmul of a step in FP8 is in FP8.
   """
   shape = SHAPES[name].small() if small else SHAPES[name]
-  keep = None if results is None else results.parent / 'steps' / f'{name}_{precision}'
-  options: Any = dict(small=small, xla=xla, results=results, plan_for=plan_for, keep=keep)
-  row = _largest(shape, model_of(shape, precision), shape.rows, **options)
-  yield {'model': name, 'precision': precision, **row}
+  options: Any = dict(small=small, xla=xla, results=results, plan_for=plan_for)
+  timed = _largest(shape, model_of(shape, precision), shape.rows, **options)
+  yield from _with_kernels(
+    {'model': name, 'precision': precision}, timed, _folder(results, name, precision)
+  )
+
+
+def _folder(results: Optional[pathlib.Path], *words: object) -> Optional[pathlib.Path]:
+  """Returns the folder for the program and the trace of a step; None if nothing is kept."""
+  name = '_'.join(' '.join(map(str, words)).split())
+  return results and results.parent / 'steps' / name
 
 
 Options = dict[str, Any]
@@ -218,24 +224,24 @@ def measure_options(
   elif kind == 'pipeline':
     layout, partitioner = pipeline(num_gpus, num_heads)
     changes = OPTIONS_OF_A_PIPELINE
-  where = (partitioner, num_gpus)
-  steps = None if results is None else results.parent / 'steps'
+  where: Any = (partitioner, num_gpus)
+  settings: Any = dict(small=small, xla=xla, results=results)
 
-  def settings(label: str) -> Any:
-    words = f'{name} {precision} {num_gpus} {layout} {label}'.split()
-    kept = steps and steps / '_'.join(words)
-    return dict(small=small, xla=xla, results=results, keep=kept)
+  def folder(label: str) -> Optional[pathlib.Path]:
+    return _folder(results, name, precision, num_gpus, layout, label)
 
   row: Row = {'model': name, 'precision': precision, 'gpus': num_gpus, 'layout': layout}
-  preset = _largest(shape, model, rows, *where, **settings('preset'))
-  row['preset_seconds'] = preset['seconds']
-  yield row | {'options': 'as the preset'} | preset
+  preset = _largest(shape, model, rows, *where, **settings)
+  row['preset_seconds'] = preset.row['seconds']
+  yield from _with_kernels(row | {'options': 'as the preset'}, preset, folder('preset'))
   for label, change in changes.items():
     row['options'] = label
     try:
-      yield row | _largest(shape, model, [preset['rows']], *where, change=change, **settings(label))
+      timed = _largest(shape, model, [preset.row['rows']], *where, change=change, **settings)
     except Exception as e:
-      yield row | {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
+      yield row | _error(e)
+      continue
+    yield from _with_kernels(row, timed, folder(label))
 
 
 def measure_gpus(
@@ -264,16 +270,16 @@ def measure_gpus(
   model = model_of(shape, 'bfloat16')
   options: Any = dict(small=small, xla=xla, results=results)
   row: Row = {'model': name, 'precision': 'bfloat16'}
-  alone = _largest(shape, model, shape.rows, **options)
+  alone = _largest(shape, model, shape.rows, **options).row
   yield row | {'layout': '-', 'gpus': 1, **_scaling(alone, alone, 1)}
   rows = [n * num_gpus for n in shape.rows if n <= alone['rows']]
   for layout, partitioner in layouts(num_gpus, shape.config['num_heads']).items():
     row |= {'layout': layout, 'gpus': num_gpus}
     try:
-      found = _largest(shape, model, rows, partitioner, num_gpus, **options)
+      found = _largest(shape, model, rows, partitioner, num_gpus, **options).row
       yield row | _scaling(found, alone, num_gpus)
     except Exception as e:
-      yield row | {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
+      yield row | _error(e)
 
 
 def layouts(num_gpus: int, num_heads: int) -> dict[str, Partitioner]:
@@ -321,6 +327,39 @@ def _scaling(row: Row, alone: Row, num_gpus: int) -> Row:
   return row | {'tokens_per_second_per_gpu': per_gpu, 'efficiency': share}
 
 
+def _error(e: Exception) -> Row:
+  """Returns the field of a row that could not be measured."""
+  return {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+  """A timed step.
+
+  Attributes:
+    row: its result.
+    without_graphs: compiles it again without CUDA graphs, whose kernels do not name their
+      instruction in a trace.
+  """
+
+  row: Row
+  without_graphs: Callable[[], 'Compiled']
+
+
+def _with_kernels(row: Row, timed: Timed, keep: Optional[pathlib.Path]) -> Iterator[Row]:
+  """Yields `row` with what was timed, then adds the kernels of a traced step to it.
+
+  So a part that is killed while it compiles the step for the trace has written the time.
+
+  Args:
+    keep: folder for the trace and the program; None for no trace.
+  """
+  row = row | timed.row
+  yield row
+  if keep is not None:
+    row.update(_kernels(timed.without_graphs, keep))
+
+
 def _largest(
   shape: Shape,
   model: Model,
@@ -333,14 +372,11 @@ def _largest(
   results: Optional[pathlib.Path],
   plan_for: Optional[str] = None,
   change: Callable[[Options], Options] = dict,
-  keep: Optional[pathlib.Path] = None,
-) -> Row:
+) -> Timed:
   """Returns the result with the first batch of `rows` that fits; raises as `measure`.
 
   Args:
     change: compile options of the preset -> the options to compile with.
-    keep: where to keep a trace of one step and the compiled program, whose slowest kernels are then
-      in the result; None for no trace.
   """
   kind = plan_for or jax.devices()[0].device_kind
   for batch_size in rows:
@@ -349,14 +385,10 @@ def _largest(
       compiled = compile_step(run, xla, num_devices, change)
       plan = planned(compiled.program, run, compiled.step, device_kind=kind, results=results)
       timed = _timed(compiled, model, shape.length, small=small)
-      row = {**compiled.row(), 'plan': plan, **timed}
-      if keep is not None:
-        # A kernel in a CUDA graph does not name its instruction.
-        without_graphs = functools.partial(
-          compile_step, run, xla, num_devices, lambda o: _without_graphs(change(o))
-        )
-        row['slowest_kernels'] = _slowest_kernels(without_graphs, keep)
-      return row
+      without_graphs = functools.partial(
+        compile_step, run, xla, num_devices, lambda options: _without_graphs(change(options))
+      )
+      return Timed({**compiled.row(), 'plan': plan, **timed}, without_graphs)
     except OutOfMemoryError as e:
       too_large = e.with_traceback(None)  # which holds the arrays of the step
       print(f'{batch_size} rows: {e}', flush=True)
@@ -472,15 +504,8 @@ def _timed(compiled: Compiled, model: Model, length: int, *, small: bool) -> Row
   }
 
 
-# Rows of kernels in a result.
-_SLOWEST = 12
-
-
-def _slowest_kernels(compile_step: Callable[[], Compiled], keep: pathlib.Path) -> list[Row] | Row:
-  """Returns the kernels that take longest in a traced step, or the error of a trace that failed.
-
-  'least_seconds' is the time that the memory of the card needs for the bytes of the kernel; None
-  for kernels that multiply matrices, and on cards that a plan does not know.
+def _kernels(compile_step: Callable[[], Compiled], keep: pathlib.Path) -> Row:
+  """Returns `kernels.traced` of a step, or the error of a trace that failed.
 
   Args:
     compile_step: returns the step.
@@ -500,52 +525,11 @@ def _slowest_kernels(compile_step: Callable[[], Compiled], keep: pathlib.Path) -
       trace = trace_file(pathlib.Path(folder))
       (keep / 'step.xplane.pb.gz').write_bytes(gzip.compress(trace.read_bytes()))
       operations = read_trace(pathlib.Path(folder), module='jit_train_step')
+    gpu = target_of_kind(jax.devices()[0].device_kind)
+    found = traced(hlo, operations, gpu, compiled.program.layout.mesh.shape)
   except Exception as e:  # costs its own rows, not the measurement
-    return {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
-  gpu = target_of_kind(jax.devices()[0].device_kind)
-  return slowest_kernels(hlo, operations, gpu, compiled.program.layout.mesh.shape)
-
-
-def slowest_kernels(
-  hlo: str, operations: Sequence[Operation], gpu: Optional[GpuTarget], mesh_shape: Mapping[str, int]
-) -> list[Row]:
-  """Returns the kernels that take longest on the first device of a traced step.
-
-  Args:
-    hlo: the compiled step as text.
-    operations: operations of the trace.
-    gpu: the card; None if a plan does not know it.
-    mesh_shape: mesh axis -> size.
-  """
-  seconds: collections.Counter[str] = collections.Counter()
-  runs: collections.Counter[str] = collections.Counter()
-  instructions = ProgramOps(hlo, mesh_shape)
-  for operation in operations:
-    is_kernel = instructions.find(operation.name) is not None
-    if is_kernel and operation.device == operations[0].device:
-      seconds[operation.name] += (operation.end_ns - operation.start_ns) / 1e9
-      runs[operation.name] += 1
-  visits = collections.defaultdict(list)
-  for kernel in kernel_traffic(hlo):
-    for name in {kernel.instruction.name, kernel.instruction.kernel}:
-      visits[name].append(kernel)
-  return [
-    {'kernel_seconds': took, 'runs': runs[name], 'place': name, 'result': ''}
-    | (_kernel(visits[name], gpu) if name in visits else {})
-    for name, took in seconds.most_common(_SLOWEST)
-  ]
-
-
-def _kernel(visits: list[KernelTraffic], gpu: Optional[GpuTarget]) -> Row:
-  first, num_bytes = visits[0], sum(visit.num_bytes for visit in visits)
-  by_memory = gpu is not None and not first.multiplies
-  return {
-    'place': place(first.op_name) or first.instruction.opcode,
-    'result': str(first.instruction.arrays[0]),
-    'runs': sum(visit.runs for visit in visits),
-    'num_bytes': num_bytes,
-    'least_seconds': num_bytes / gpu.memory_bandwidth if by_memory else None,
-  }
+    return {'slowest_kernels': _error(e)}
+  return found
 
 
 def peak_bytes(device: jax.Device) -> Optional[int]:
