@@ -53,7 +53,7 @@ def traced(
 def slowest_kernels(
   hlo: str, operations: Sequence[Operation], instructions: ProgramOps, gpu: Optional[GpuTarget]
 ) -> list[Row]:
-  """Returns the kernels that take longest.
+  """Returns the kernels that take longest, without collectives, which also wait for other GPUs.
 
   'least_seconds' is the time that the memory of the card needs for the bytes of the kernel; None
   for kernels that multiply matrices. 'plan_seconds' is the time that a plan expects; None for
@@ -62,7 +62,8 @@ def slowest_kernels(
   seconds: collections.Counter[str] = collections.Counter()
   runs: collections.Counter[str] = collections.Counter()
   for operation in operations:
-    if instructions.find(operation.name) is not None:
+    instruction = instructions.find(operation.name)
+    if instruction is not None and not instruction.is_collective:
       seconds[operation.name] += _seconds(operation)
       runs[operation.name] += 1
   # A trace names the instruction. The kernel, which equal fusions share and which may have the name

@@ -78,6 +78,18 @@ def _options(
   )
 
 
+def _traffic(name: str, *shapes: str, limit_seconds: int = 300) -> Part:
+  return Part(
+    f'traffic_{name}',
+    limit_seconds,
+    'step:measure_traffic',
+    {'names': shapes or (name,)},
+    is_our_step=True,
+    num_gpus=None,
+    tokamax='uses',
+  )
+
+
 def _tunes(name: str, *shapes: str) -> Part:
   shapes = shapes or (name,)
   return Part(f'tune_{name}', 250, 'tuning:measure_steps', {'names': shapes}, tokamax='tunes')
@@ -113,6 +125,11 @@ PARTS = (
   _options('decoder_1.3b_2048', kind='fsdp'),
   _options('decoder_1.3b_2048', 'fp8', kind='fsdp'),
   _options('decoder_1.3b_2048', kind='pipeline', limit_seconds=200),
+  _traffic('llama3_8b', limit_seconds=500),
+  _traffic('1b', 'llama3_2_1b', 'qwen3_1_7b'),
+  _tunes('gemma2_2b'),
+  _traffic('gemma2_2b', limit_seconds=200),
+  _traffic('models', 'gpt2_xl', 'bert_large', 't5_large', limit_seconds=400),
   Part('tune_attention', 250, 'tuning:measure_attention', tokamax='tunes'),
   *(
     Part(f'attention_{n}', 100, 'attention:measure', {'length': n}, tokamax='uses')

@@ -18,13 +18,15 @@ def line(name: str, result: Row) -> str:
 def table(results: Mapping[str, Row]) -> str:
   """Returns all tables; parts that did not finish are listed with the reason."""
   steps = _rows(results, *SHAPES)
+  traced = [*steps, *_rows(results, 'traffic'), *_presets(results)]
   blocks = [
     _head(results),
     _table(CEILINGS, _rows(results, 'ceilings')),
     _table(STEPS, _with_shares(steps, ceilings(results))),
     _table(PLANNED, [row for row in steps if 'plan' in row]),
-    _table(KINDS, [k for row in [*steps, *_presets(results)] for k in _kinds(row)]),
-    _table(KERNELS, [k for row in [*steps, *_presets(results)] for k in _slowest(row)]),
+    _table(TRAFFIC, _rows(results, 'traffic')),
+    _table(KINDS, [k for row in traced for k in _kinds(row)]),
+    _table(KERNELS, [k for row in traced for k in _slowest(row)]),
     _table(OPTIONS, _rows(results, 'options')),
     _table(ATTENTION, _rows(results, 'attention')),
     _table(LOSSES, _rows(results, 'loss')),
@@ -184,7 +186,8 @@ def _kinds(row: Row) -> list[Row]:
 
 
 def _traced_step(row: Row) -> str:
-  return ' '.join([row['model'], row['precision'], *row.get('layout', '').split()])
+  words = (row['model'], row.get('remat_policy'), row['precision'], row.get('layout'))
+  return ' '.join(filter(None, words))
 
 
 def _ratio(predicted: Any, measured: Any) -> str:
@@ -232,6 +235,27 @@ PLANNED = {
   'formula ratio': _or_dash(lambda r: _ratio(r['plan']['formula_bytes'], _peak(r))),
   'as compiled GiB': _or_dash(lambda r: f'{r["plan"]["compiled_bytes"] / GIB:.3g}'),
   'compiled ratio': _or_dash(lambda r: _ratio(r['plan']['compiled_bytes'], _peak(r))),
+}
+# The steps of docs/performance.md#traffic.
+TRAFFIC = {
+  'traffic of': lambda r: r['model'],
+  'remat': lambda r: r['remat_policy'],
+  'precision': lambda r: r['precision'],
+  'layout': lambda r: r['layout'] or '-',
+  'GPUs': lambda r: r['gpus'],
+  'batch': lambda r: f'{r["rows"]} x {r["length"]}',
+  'ms (spread)': _milliseconds,
+  'tokens/s per GPU': lambda r: f'{r["tokens_per_second"] / r["gpus"]:,.0f}',
+  'TFLOP/s per GPU': lambda r: f'{r["tflops"] / r["gpus"]:.3g}',
+  'plan ms': _or_dash(lambda r: f'{r["plan"]["seconds"] * 1e3:.3g}'),
+  'time ratio': _or_dash(lambda r: _ratio(r['plan']['seconds'], r['seconds'])),
+  'elementwise GB': lambda r: f'{r["elementwise_bytes"] / 1e9:.1f}',
+  'kernels': lambda r: ', '.join(f'{kind} {runs}' for kind, runs in r['kernels'].items()),
+  'untuned kernels': lambda r: r['untuned_kernels'],
+  'compile s': lambda r: f'{r["compile_seconds"]:.0f}',
+  'peak GiB': lambda r: _gib(_peak(r)),
+  'as compiled GiB': _or_dash(lambda r: f'{r["plan"]["compiled_bytes"] / GIB:.3g}'),
+  'note': _note,
 }
 # Kinds of kernels, as in kernels.py.
 KIND_WORDS = {

@@ -18,10 +18,11 @@ _DECODER_1_3B = dict(
   norm_epsilon=1e-5,
   init_stddev=0.02,
 )
-# Four layers of gin_configs/models/llama3_8b.gin; the state of all 32 takes more than one GPU has.
+# gin_configs/models/llama3_8b.gin, with other frequencies of the rotary positions. Its state takes
+# more than one GPU has, so one GPU times four of the 32 layers.
 _LLAMA3_8B = dict(
   vocab_size=128256,
-  num_layers=4,
+  num_layers=32,
   embed_dim=4096,
   num_heads=32,
   num_kv_heads=8,
@@ -65,6 +66,29 @@ _QWEN3_1_7B = dict(
   relative_bias='none',
   logits_via_embedding=True,
   scale_tied_logits=False,
+  init_stddev=0.02,
+)
+# gin_configs/models/gemma2_2b.gin.
+_GEMMA2_2B = dict(
+  vocab_size=256000,
+  num_layers=26,
+  embed_dim=2304,
+  num_heads=8,
+  num_kv_heads=4,
+  head_dim=256,
+  mlp_dim=9216,
+  mlp_activations=('gelu', 'linear'),
+  query_pre_attn_scalar=256.0,
+  relative_bias='none',
+  norm='rms_plus_one',
+  norm_epsilon=1e-6,
+  norm_position='sandwich',
+  logits_via_embedding=True,
+  scale_tied_logits=False,
+  scale_embedding=True,
+  attention_softcap=50.0,
+  logits_softcap=30.0,
+  windows=(4096, 0),
   init_stddev=0.02,
 )
 # gin_configs/models/decoder_base.gin, with rotary positions in place of a relative bias.
@@ -165,11 +189,27 @@ class Shape:
 SHAPES = {
   'decoder_1.3b_2048': Shape('decoder', _DECODER_1_3B, (8, 4, 2), 2048, True),
   'decoder_1.3b_8192': Shape('decoder', _DECODER_1_3B, (2, 1), 8192, True),
-  'llama3_8b_4_layers': Shape('decoder', _LLAMA3_8B, (4, 2, 1), 4096, True),
+  'llama3_8b_4_layers': Shape('decoder', {**_LLAMA3_8B, 'num_layers': 4}, (4, 2, 1), 4096, True),
+  'llama3_8b': Shape('decoder', _LLAMA3_8B, (1,), 4096, True),
   'llama3_2_1b': Shape('decoder', _LLAMA3_2_1B, (4, 2, 1), 4096, True),
   'qwen3_1_7b': Shape('decoder', _QWEN3_1_7B, (4, 2, 1), 4096, True),
+  'gemma2_2b': Shape('decoder', _GEMMA2_2B, (4, 2, 1), 4096, True),
   'decoder_134m': Shape('decoder', _DECODER_134M, (32, 16, 8), 1024, rope=True),
   'gpt2_xl': Shape('decoder', _GPT2_XL, (16, 8, 4), 1024, remat_policy='dots'),
   'bert_large': Shape('encoder', _BERT_LARGE, (64, 32, 16), 512),
   't5_large': Shape('encoder_decoder', _T5_LARGE, (16, 8, 4), 512),
+}
+
+# The steps of docs/performance.md#traffic: shape -> rows per GPU, and (remat_policy, precision).
+TRAFFIC = {
+  'llama3_8b': (
+    1,
+    (('full', 'bfloat16'), ('full', 'fp8'), ('minimal', 'bfloat16'), ('dots', 'bfloat16')),
+  ),
+  'llama3_2_1b': (4, (('full', 'bfloat16'),)),
+  'qwen3_1_7b': (4, (('full', 'bfloat16'),)),
+  'gemma2_2b': (4, (('full', 'bfloat16'),)),
+  'gpt2_xl': (8, (('full', 'bfloat16'),)),
+  'bert_large': (16, (('none', 'bfloat16'), ('dots', 'bfloat16'))),
+  't5_large': (8, (('none', 'bfloat16'), ('dots', 'bfloat16'))),
 }

@@ -20,7 +20,7 @@ import jax
 from benchmarks.gpu.kernels import traced
 from benchmarks.gpu.parts import Missing, Row, Skipped
 from benchmarks.gpu.planned import planned
-from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.gpu.shapes import SHAPES, TRAFFIC, Shape
 from benchmarks.gpu.timing import time_calls
 from t5x_gpu.compiled.kernels import count_kernels, fp8_lines
 from t5x_gpu.compiled.trace import read_trace, trace_file
@@ -280,6 +280,42 @@ def measure_gpus(
       yield row | _scaling(found, alone, num_gpus)
     except Exception as e:
       yield row | _error(e)
+
+
+def measure_traffic(
+  names: Sequence[str],
+  *,
+  small: bool = False,
+  xla: Optional[Applied] = None,
+  results: Optional[pathlib.Path] = None,
+) -> Iterator[Row]:
+  """Yields the results of the steps of TRAFFIC, in `fsdp` over all GPUs of this machine.
+
+  A step gets as many rows per GPU as there, or fewer if they do not fit. One that fails costs only
+  its own row.
+
+  Args:
+    names: of TRAFFIC.
+    small, xla, results: as in `measure`.
+  """
+  num_gpus = jax.local_device_count()
+  for name in names:
+    per_gpu, variants = TRAFFIC[name]
+    for remat_policy, precision in variants:
+      shape = SHAPES[name].small() if small else SHAPES[name]
+      shape = dataclasses.replace(shape, remat_policy=remat_policy)
+      rows = [n * num_gpus for n in dict.fromkeys(min(n, per_gpu) for n in shape.rows)]
+      row: Row = {'model': name, 'precision': precision, 'remat_policy': remat_policy}
+      row |= {'gpus': num_gpus, 'layout': 'fsdp' if num_gpus > 1 else ''}
+      where = layouts(num_gpus, shape.config['num_heads'])['fsdp']
+      try:
+        model = model_of(shape, precision)
+        timed = _largest(shape, model, rows, where, num_gpus, small=small, xla=xla, results=results)
+      except Exception as e:
+        yield row | _error(e)
+        continue
+      keep = _folder(results, name, precision, num_gpus, row['layout'], remat_policy)
+      yield from _with_kernels(row, timed, keep)
 
 
 def layouts(num_gpus: int, num_heads: int) -> dict[str, Partitioner]:
