@@ -1021,22 +1021,28 @@ class Member:
     # Processes know the numbers up to their own number of hosts, earlier generations larger ones.
     reported = next((r.host_counts for r in reports.values() if r.host_counts), ())
     counts = sorted({*last.host_counts, *reported})
+    here = {host.index for host in present}
+    missing = [h for h in last.hosts if h.index not in here and h.incarnation not in self._unfit]
+    waited = not missing or now >= self._since + GRACE_SECONDS
     restarts, then = last.restarts.after(ended)
     untried = _untried(last, ended.step)
     if isinstance(then, Stop) and then.reason:
       suspects, reason = self._suspects(last, ended, untried)
       without = before + tuple(Blame(host.name, 0, reason) for host in suspects)
-      hosts, _ = self._chosen(present, counts, without)
-      if suspects and hosts and not {h.index for h in hosts} & {h.index for h in suspects}:
+      elsewhere = last.restarts.after(ended, leaves_out_hosts=True)
+      if self._fits_without(suspects, present, counts, without):
         blamed = without
-        restarts, then = last.restarts.after(ended, leaves_out_hosts=True)
+        restarts, then = elsewhere
+      elif not waited and not isinstance(elsewhere[1], Stop):
+        # A host that was lost at the same time may come back, and take the place of a suspect.
+        back = sorted([*present, *missing], key=lambda host: host.index)
+        if self._fits_without(suspects, back, counts, without):
+          return self._wait_for(missing, now)
     if isinstance(then, Stop):
       code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
       return self._finish(code, then.reason)
     if self._is_leaving:
       return [Exit(stop_code(self._asked))]
-    here = {host.index for host in present}
-    missing = [h for h in last.hosts if h.index not in here and h.incarnation not in self._unfit]
     may_have_started = [
       generation
       for hello in hellos
@@ -1047,7 +1053,6 @@ class Member:
     is_safe = all(has_share(present, each) for each in former) or self._all_are_there(former)
     self._is_stranded = not is_safe
     hosts, spares = self._chosen(present, counts, blamed)
-    waited = not missing or now >= self._since + GRACE_SECONDS
     if is_safe and hosts and (waited or len(hosts) >= len(last.hosts)):
       if ended.paused:
         names = _names(_new(hosts, last))
@@ -1064,9 +1069,13 @@ class Member:
         ),
         *self._propose(made, now),
       ]
-    actions = self._remind(missing, now)
     if now >= self._since + HOLD_SECONDS:
       return self._finish(1, *_give_up(last, present, counts, is_safe, str(interruption)))
+    return self._wait_for(missing, now)
+
+  def _wait_for(self, missing: Sequence[Host], now: float) -> list[Action]:
+    """Waits for hosts of the last generation, and looks for a lower host, which would lead."""
+    actions = self._remind(missing, now)
     if now >= self._probe_at:
       self._probe_at = now + PROBE_SECONDS
       actions += self._find_lower()
@@ -1220,6 +1229,17 @@ class Member:
         hosts = tuple(host for host in present if host in chosen)
         return hosts, tuple(host for host in present if host not in chosen)
     return (), tuple(present)
+
+  def _fits_without(
+    self,
+    suspects: Sequence[Host],
+    present: Sequence[Host],
+    counts: Collection[int],
+    blamed: Sequence[Blame],
+  ) -> bool:
+    """Returns whether `_chosen` finds hosts, none of them one of the `suspects`."""
+    hosts, _ = self._chosen(present, counts, blamed)
+    return bool(suspects and hosts) and not {h.index for h in hosts} & {h.index for h in suspects}
 
   def _propose(self, made: Generation, now: float) -> list[Action]:
     """Proposes a generation; its run and number follow from what the agents know."""

@@ -1012,6 +1012,38 @@ def test_a_second_host_that_fails_twice_in_a_row_is_left_out_too():
   assert made.hosts() == [0, 3] and not made.exits
 
 
+def failed_twice_beside_a_lost_host(lost: int, host_counts: tuple[int, ...]) -> Network:
+  """Returns a run whose host 1 failed for the second time just before host `lost` was lost."""
+  made = network(3, host_counts=host_counts)
+  made.step = 5
+  made.end(1, -11)
+  made.settle(2)
+  made.end(1, -11)
+  made.run_some(2)  # the leader knows of it
+  made.kill(lost)
+  made.settle(3)
+  return made
+
+
+@pytest.mark.parametrize('lost', [0, 2])
+def test_a_lost_host_has_its_grace_to_replace_a_host_that_failed_twice_in_a_row(lost):
+  made = failed_twice_beside_a_lost_host(lost, host_counts=(2, 3))
+  assert not made.exits
+  made.boot(lost)
+  made.settle(4)
+  assert made.hosts() == [0, 2] and not made.exits
+
+
+@pytest.mark.parametrize('host_counts, waited', [((2, 3), g.GRACE_SECONDS), ((3,), 0)])
+def test_a_repeated_failure_ends_the_run_once_no_lost_host_can_help(host_counts, waited):
+  made = failed_twice_beside_a_lost_host(2, host_counts=host_counts)
+  made.settle(max(0, waited - 6))
+  assert bool(made.exits) != bool(waited)
+  made.settle(5)
+  assert {index: made.exits[index].code for index in range(2)} == {0: 139, 1: 139}
+  assert made.exits[0].problem.what == 'it failed twice in a row after step 5'
+
+
 @pytest.mark.parametrize('lost', [0, 2])
 def test_a_host_that_is_lost_again_at_the_same_step_does_not_end_the_run(lost):
   made = network(3, host_counts=ANY)
