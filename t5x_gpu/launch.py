@@ -56,6 +56,7 @@ from t5x_gpu.runtime.cluster.restarts import (
   EXIT_CONFIG,
   EXIT_INTERRUPTED,
   EXIT_PREEMPTED,
+  SHARED_CODES,
   STOPPED_CODES,
   Ended,
   Restarts,
@@ -144,7 +145,8 @@ class Group:
     fork_server: forks the processes, if it runs; it has the same command.
     if_lost: signal that the processes get if this process is killed.
   Attributes:
-    failed: the processes that had failed when the first failure was seen.
+    failed: the processes that had failed when the first failure was seen; if one failed by itself,
+      without processes that only lost another one or were asked to stop.
     failed_at: when that was, in seconds of the monotonic clock; None before.
     ended_at: when this process saw the first failure or end, or ended the processes, in seconds
       since 1970; None before.
@@ -237,9 +239,12 @@ class Group:
       self.ended_at = time.time()
     ended = {i: p.returncode for i, p in enumerate(self._processes) if p.returncode}
     if ended and self.failed_at is None and not self.was_ended:
-      index = min(ended, key=lambda i: ended[i] in STOPPED_CODES)
+      # Processes that lose another one may exit before the next poll.
+      rank = {i: (code in STOPPED_CODES, code in SHARED_CODES) for i, code in ended.items()}
+      index = min(ended, key=rank.get)
       code, now = ended[index], time.monotonic()
-      self.failed, self.failed_at, self._first = frozenset(ended), now, (index, code)
+      self.failed = frozenset(i for i in ended if rank[i] == rank[index])
+      self.failed_at, self._first = now, (index, code)
       if code in STOPPED_CODES:
         self._ending = now + STOPPED_SECONDS
       else:  # the others name the process that failed, or fail too, and may still commit a save

@@ -360,6 +360,15 @@ def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
   assert time.monotonic() - started < 40
 
 
+@pytest.mark.parametrize('other', [0, 1, 85, 87])
+def test_of_processes_that_end_within_one_poll_the_one_that_failed_by_itself_is_named(other, capfd):
+  started = group(f'if index == 1: os.kill(os.getpid(), signal.SIGKILL)\nsys.exit({other})')
+  for process in started._processes:
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # all have ended
+  assert started.wait() == 128 + signal.SIGKILL and started.failed == {1}
+  assert 'process 1 of 3 failed first (SIGKILL)' in capfd.readouterr().err
+
+
 def test_an_agent_does_not_wait_until_the_kernel_has_ended_a_process(monkeypatch):
   are_gone = threading.Event()
 
