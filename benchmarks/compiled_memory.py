@@ -4,7 +4,8 @@
 
 Compiles the training step for GPUs that are absent, as `python -m t5x_gpu.plan --gpu=h100` does:
 AdamW in float32, the XLA preset 'default'; decoders on packed rows of 4096 tokens. Nothing runs.
-`--only loop:` compares `overlap_layers` with XLA's own pipelining of collectives.
+`--only loop:` compares `overlap_layers` with XLA's own pipelining of collectives, `--only 'by '`
+accumulation by layer and by microbatch.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from typing import Any
 
 import jax
 
+from t5x_gpu.tools.planning.assumptions import Assumptions
+from t5x_gpu.tools.planning.prediction import predict
 from t5x_gpu.tools.planning.sharding import gpu_json
 from tests.aot.cases import Case
 
@@ -56,6 +59,20 @@ FLAGS = {
   )
 }
 
+# Runs with microbatches: model, layout, rows and length, hosts, microbatches, FP8 or not, and the
+# remat policy that plan's search found for accumulation by microbatch.
+ACCUMULATING = (
+  ('llama3_8b', 'fsdp', (128, 8192), 1, 16, (), 'dots'),
+  ('llama3_8b', 'fsdp', (128, 8192), 1, 16, (FP8,), 'dots'),
+  ('llama3_8b', 'fsdp', (512, 4096), 8, 4, (), 'dots'),
+  ('llama3_8b', 'fsdp', (256, 2048), 8, 4, (), 'minimal'),
+  ('llama3_2_1b', 'fsdp', (128, 4096), 1, 4, (), 'dots'),
+  ('llama3_2_1b', 'fsdp', (64, 2048), 1, 8, (), 'dots'),
+  ('qwen3_1_7b', 'fsdp', (128, 4096), 1, 8, (), 'dots'),
+  ('gpt2_xl', 'fsdp', (512, 1024), 1, 8, (), 'dots'),
+  ('llama3_70b', 'fsdp', (256, 4096), 8, 4, (), 'full'),
+)
+
 
 def _decoder(
   layout: str, rows: int, *bindings: str, model: str = 'llama3_8b', remat: str = 'full', **more: Any
@@ -93,15 +110,37 @@ CASES = (
     )
     for label, bindings in LOOPS.items()
   ),
+  *(
+    Case(
+      model=model,
+      layout=layout,
+      batch=batch,
+      hosts=hosts,
+      bindings=(f'NUM_MICROBATCHES = {num_microbatches}', *precision, *bindings),
+      label=' '.join((order, 'x'.join(map(str, batch)), *(('fp8',) if precision else ()))),
+    )
+    for model, layout, batch, hosts, num_microbatches, precision, remat in ACCUMULATING
+    for order, bindings in (
+      ('by layer', ()),
+      ('by microbatch', ("Partitioner.accumulate_by = 'microbatch'", f'REMAT_POLICY = {remat!r}')),
+    )
+  ),
 )
 
 
 def figures(case: Case) -> dict[str, Any]:
-  """Returns the compiled step of `case` in numbers."""
+  """Returns the compiled step of `case` in numbers.
+
+  'step_seconds' is the prediction of `plan`; 'seconds' went by until the step was compiled.
+  """
   jax.config.update('jax_platforms', 'cpu')  # before jax starts its backend
   start = time.monotonic()
-  step = gpu_json(case.compiled())
-  return {**step, 'seconds': round(time.monotonic() - start)}
+  step = case.compiled()
+  seconds = round(time.monotonic() - start)
+  predicted = predict(
+    step.program, case.config(), gpu=step.gpus.target, assumed=Assumptions(), compiled=step
+  )
+  return {**gpu_json(step), 'step_seconds': predicted.seconds_per_step, 'seconds': seconds}
 
 
 def in_process(case: Case) -> dict[str, Any]:
