@@ -101,6 +101,18 @@ def test_a_python_without_jax_is_named(tmp_path):
 
 
 @pytest.mark.process
+def test_a_machine_without_a_gpu_is_named_once(tmp_path):
+  command = ['bash', SCRIPT, '--out', tmp_path, '--parts=ceilings,loss']
+  env = {**os.environ, 'PYTHON': sys.executable, 'CUDA_VISIBLE_DEVICES': ''}
+  done = subprocess.run(command, env=env, text=True, capture_output=True)
+  assert done.returncode == 1
+  first, second, *_ = done.stdout.splitlines()
+  assert first.startswith('ceilings: no GPU, 0 rows') and not second
+  assert 'finds no GPU' in first and '--small' in first
+  assert '2 parts are left' in done.stdout
+
+
+@pytest.mark.process
 def test_a_part_that_reaches_its_limit_is_killed_and_costs_only_itself(tmp_path):
   args = argparse.Namespace(out=tmp_path, small=True)
   results = {}

@@ -20,7 +20,7 @@ import time
 from typing import Any, Optional
 
 from benchmarks.gpu import machine, report
-from benchmarks.gpu.one_part import DONE, MISSING, SKIPPED
+from benchmarks.gpu.one_part import DONE, MISSING, NO_GPU, SKIPPED
 from benchmarks.gpu.parts import PARTS, Part, Row
 from t5x_gpu.errors import did_you_mean
 from t5x_gpu.storage.files import atomic_write
@@ -89,6 +89,8 @@ def main(argv: Optional[list[str]] = None) -> int:
       run(part, args, results, limit=min(part.limit_seconds, seconds))
       write(args.out, results)
       print(report.line(part.name, results[part.name]), flush=True)
+      if results[part.name]['status'] == 'no GPU':
+        break  # the others would fail in the same way
   except KeyboardInterrupt:
     print('Stopped. Finished parts are kept.', file=sys.stderr)
     return 130
@@ -193,7 +195,8 @@ def _outcome(
     f.seek(start)
     lines: list[Any] = f.read().decode(errors='replace').strip().splitlines()
   last = lines[-1][:500] if lines else f'exit code {code}'
-  return {MISSING: 'missing', SKIPPED: 'skipped'}.get(code, 'failed'), last
+  statuses = {MISSING: 'missing', SKIPPED: 'skipped', NO_GPU: 'no GPU'}
+  return statuses.get(code, 'failed'), last
 
 
 def write(out: pathlib.Path, results: Results) -> None:

@@ -5,7 +5,6 @@ python -m benchmarks.gpu.one_part ceilings --rows ROWS.json [--results RESULTS.j
 """
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -13,11 +12,14 @@ import pathlib
 import sys
 import traceback
 
+import jax
+
 from benchmarks.gpu.parts import PARTS, Missing, Row, Skipped
+from t5x_gpu.errors import first_line
 from t5x_gpu.runtime.xla import flags, programs
 from t5x_gpu.storage.files import atomic_write
 
-DONE, MISSING, SKIPPED = 0, 3, 4  # exit codes; any other is a failure
+DONE, MISSING, SKIPPED, NO_GPU = 0, 3, 4, 5  # exit codes; any other is a failure
 
 
 def main() -> int:
@@ -38,12 +40,15 @@ def main() -> int:
     if part.is_our_step:
       options['xla'] = flags.prepare_environment('default', num_gpus=part.num_gpus)
       options['results'] = args.results
+    module, function = part.function.split(':')
+    if not args.small and not module.startswith('torch') and (reason := no_gpu()):
+      print(reason, file=sys.stderr, flush=True)
+      return NO_GPU
     if part.tokamax and args.tuned:
       # Imported here: jax must not start before the environment is set.
       print(importlib.import_module('benchmarks.gpu.tuning').load(args.tuned), flush=True)
       if part.tokamax == 'tunes':
         options['folder'] = args.tuned
-    module, function = part.function.split(':')
     measure = getattr(importlib.import_module(f'benchmarks.gpu.{module}'), function)
     for row in measure(**options):
       rows.append(row)
@@ -55,11 +60,20 @@ def main() -> int:
     return MISSING if isinstance(e, Missing) else SKIPPED
   except Exception as e:
     traceback.print_exc()
-    with contextlib.suppress(Exception):
-      print(f'{type(e).__name__}: {str(e).strip().splitlines()[0]}', file=sys.stderr, flush=True)
+    print(f'{type(e).__name__}: {first_line(e)}', file=sys.stderr, flush=True)
     return 1
   print(programs.cache_line(), flush=True)
   return DONE
+
+
+def no_gpu() -> str:
+  """Returns why jax cannot use a GPU here, '' if it can; starts jax."""
+  try:
+    jax.devices()
+    return ''
+  except Exception as e:  # without the plugin, jax 0.10 to 0.12 fail an assertion
+    reason = f'jax {jax.__version__} finds no GPU ({first_line(e)})'
+  return f"{reason}. pip install 'jax[cuda13]', or --small to try the code on the CPU."
 
 
 def _write(path: pathlib.Path, rows: list[Row]) -> None:

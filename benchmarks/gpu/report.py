@@ -33,7 +33,7 @@ def table(results: Mapping[str, Row]) -> str:
     _table(SCALING, _rows(results, 'gpus')),
     _table(TUNED, _rows(results, 'tune')),
     _list('Skipped', results, ('skipped',)),
-    _list('Not finished', results, ('missing', 'failed', 'killed')),
+    _list('Not finished', results, ('missing', 'failed', 'killed', 'no GPU')),
   ]
   return '\n\n'.join(block for block in blocks if block)
 
