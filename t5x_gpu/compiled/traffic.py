@@ -135,9 +135,11 @@ def _read_by(fused: Computation) -> int:
       continue
     uses = list(_uses(fused, parameter.name))
     whole = _result_bytes(parameter)
-    if uses and all(user.opcode in _SLICES for user, _ in uses):
-      total += min(whole, sum(_result_bytes(user) for user, _ in uses))
-    elif not uses or not all(_is_updated(user, name) for user, name in uses):
+    slices = [user for user, _ in uses if user.opcode in _SLICES]
+    updates = [user for user, name in uses if _is_updated(user, name)]
+    if uses and len(slices) + len(updates) == len(uses):
+      total += min(whole, sum(map(_result_bytes, slices)))
+    else:
       total += whole
   return total
 

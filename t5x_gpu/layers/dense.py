@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import flax.linen as nn
 import flax.struct
@@ -15,6 +15,8 @@ from t5x_gpu.layers import fp8
 from t5x_gpu.layers.backends.choose import hardware
 from t5x_gpu.layers.fp8 import Kernel, LowPrecisionKernel, Quantized, is_quantized, on_kernels
 from t5x_gpu.partitioning.axis_rules import shard, split_ways, splits_rows, varying, with_axes
+from t5x_gpu.partitioning.parameters import Parameter, Split
+from t5x_gpu.partitioning.trees import Tree
 
 
 def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) -> jax.Array:
@@ -80,10 +82,13 @@ class RoundedKernel(LowPrecisionKernel):
     values: [inputs..., features...] in 16 bits; not differentiated.
     port: float32 array of the same shape that is never read, as in `Quantized`; its gradient is the
       kernel's.
+    added_later: whether its gradient is added to an entry of a stack (`InPlace`). XLA would add in
+      the matmul of the gradient, for which it copies the entry out of the stack and back.
   """
 
   values: jax.Array
   port: jax.Array
+  added_later: bool = flax.struct.field(pytree_node=False, default=False)
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -93,39 +98,78 @@ class RoundedKernel(LowPrecisionKernel):
     self, function: Callable[..., jax.Array], *others: LowPrecisionKernel
   ) -> 'RoundedKernel':
     kernels = self, *others
-    return RoundedKernel(
-      function(*(k.values for k in kernels)), function(*(k.port for k in kernels))
+    return self.replace(
+      values=function(*(k.values for k in kernels)), port=function(*(k.port for k in kernels))
     )
-
-  def operand(self, x: jax.Array) -> jax.Array:
-    return x
 
   def product(self, x: jax.Array, num_in: int) -> jax.Array:
     arrays = x, self.values, self.port
     axes = set().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    return _rounded_product(num_in, *(varying(array, tuple(axes)) for array in arrays))
+    product = _Rounded(num_in, self.added_later)
+    return _rounded_product(product, *(varying(array, tuple(axes)) for array in arrays))
 
 
-def rounded_kernel(kernel: jax.Array, dtype: DTypeLike = jnp.bfloat16) -> RoundedKernel:
+def rounded_kernel(kernel: jax.Array, dtype: DTypeLike) -> RoundedKernel:
   """Returns a float32 kernel, rounded to `dtype`."""
   return RoundedKernel(jax.lax.stop_gradient(kernel.astype(dtype)), kernel)
 
 
+@flax.struct.dataclass
+class RoundedOnce(Parameter):
+  """Kernels stacked [layers, ...] that every device holds whole, rounded once for many uses.
+
+  Attributes:
+    param: the differentiated parameter.
+    values: `param` in 16 bits; not differentiated.
+  """
+
+  param: Split
+  values: jax.Array
+
+  @property
+  def split(self) -> Split:
+    return self.param
+
+  @property
+  def is_converted(self) -> bool:
+    return True
+
+  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> RoundedKernel:
+    del dtype, wide  # the gradient is float32
+    return RoundedKernel(self.values, self.param.part, added_later=True)
+
+  def convert(self, function: Callable[[Split], Parameter]) -> Parameter:
+    return self.replace(param=function(self.param))
+
+  def as_gradient(self, part: jax.Array, others: Tree) -> 'RoundedOnce':
+    return RoundedOnce(self.param.as_gradient(part, others), None)
+
+  def others(self, gradient: RoundedKernel) -> None:
+    del gradient
+
+  def unreduced(self, gradient: RoundedKernel) -> jax.Array:
+    return gradient.port
+
+
+class _Rounded(NamedTuple):
+  num_in: int
+  added_later: bool
+
+
 _rounded_product = jax.custom_vjp(
-  lambda num_in, x, values, port: _in_dtype_of_x(num_in, x, values), nondiff_argnums=(0,)
+  lambda p, x, values, port: _in_dtype_of_x(p.num_in, x, values), nondiff_argnums=(0,)
 )
 
 
 def _rounded_backward(
-  num_in: int, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+  p: _Rounded, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, None, jax.Array]:
-  dx, dw = _gradients(num_in, *saved, gradient, dtype=jnp.float32)
-  return dx, None, dw
+  dx, dw = _gradients(p.num_in, *saved, gradient, dtype=jnp.float32)
+  return dx, None, jax.lax.optimization_barrier(dw) if p.added_later else dw
 
 
 _rounded_product.defvjp(
-  lambda num_in, x, values, port: (_in_dtype_of_x(num_in, x, values), (x, values)),
-  _rounded_backward,
+  lambda p, x, values, port: (_in_dtype_of_x(p.num_in, x, values), (x, values)), _rounded_backward
 )
 
 

@@ -57,9 +57,9 @@ class LowPrecisionKernel(abc.ABC):
   ) -> 'LowPrecisionKernel':
     """Returns `function(self, *others)`, which only rearranges values."""
 
-  @abc.abstractmethod
   def operand(self, x: jax.Array) -> Any:
     """Returns `x`, converted once for several matmuls with kernels like this one."""
+    return x
 
   @abc.abstractmethod
   def product(self, x: Any, num_in: int) -> jax.Array:
@@ -322,6 +322,10 @@ class InEightBits(Parameter):
   @property
   def split(self) -> Split:
     return self.param
+
+  @property
+  def is_converted(self) -> bool:
+    return True
 
   def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Quantized:
     del dtype, wide  # the gradient is float32

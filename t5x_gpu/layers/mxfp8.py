@@ -50,9 +50,6 @@ class BlockKernel(LowPrecisionKernel):
   ) -> 'BlockKernel':
     return BlockKernel(function(self.array, *(kernel.array for kernel in others)))
 
-  def operand(self, x: jax.Array) -> jax.Array:
-    return x  # the three products convert it along different dimensions
-
   def product(self, x: jax.Array, num_in: int) -> jax.Array:
     axes = tuple(_axes_of(x) | _axes_of(self.array))
     return _product(num_in, varying(x, axes), varying(self.array, axes))

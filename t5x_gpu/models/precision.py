@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Optional, TypeVar
+from typing import Any, Optional, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers import fp8
-from t5x_gpu.layers.dense import rounded_kernel
+from t5x_gpu.layers.dense import RoundedOnce, rounded_kernel
 from t5x_gpu.layers.mxfp8 import in_mxfp8
 from t5x_gpu.partitioning.layer_stacks import Params
+from t5x_gpu.partitioning.parameters import Split, as_parameter, is_parameter
 from t5x_gpu.runtime.topology import Device
 
 _Leaf = TypeVar('_Leaf')  # an array, or the name or shape of one
@@ -38,7 +40,7 @@ def in_8_bits(layers: Params, scaling: str) -> Params:
   """
   groups: list[list[Params]] = []
   _on_groups(layers, lambda group: groups.append(group) or group)
-  if not groups or fp8.is_quantized(groups[0][0]['kernel']):
+  if not groups or _is_converted(groups[0][0]['kernel']):
     return layers
   kernels, amaxes = ([[p.get(name) for p in group] for group in groups] for name in LEAVES)
   if scaling == 'mxfp8':
@@ -53,6 +55,49 @@ def in_8_bits(layers: Params, scaling: str) -> Params:
   return _on_groups(layers, converted)
 
 
+def _is_converted(kernel: Any) -> bool:
+  return fp8.is_quantized(kernel) or (is_parameter(kernel) and kernel.is_converted)
+
+
+def converted_once(
+  layers: Params, dtype: DTypeLike, *, scaling: Optional[str], rounds: bool
+) -> Callable[[Params], Params]:
+  """Returns a function that adds the converted kernels of `layers` to the same parameters.
+
+  Call it before a loop in which layers run several times, such as the ticks of a pipeline; call the
+  function inside, with the parameters to differentiate. Each iteration would convert them again.
+
+  Args:
+    layers: parameters [layers, ...] by block, which every device holds whole.
+    dtype: compute dtype.
+    scaling: `fp8_scaling_of(model)`.
+    rounds: whether kernels that are not in 8 bits are rounded to `dtype`.
+  """
+  if scaling is not None:
+    layers = in_8_bits(layers, scaling)
+  elif rounds:
+    layers = _on_groups(layers, lambda group: [_rounded(p, dtype, _rounded_stack) for p in group])
+  done: list[Any] = []
+  _on_groups(layers, lambda group: done.extend(p['kernel'] for p in group) or group)
+
+  def added(layers: Params) -> Params:
+    kernels = iter(done)
+
+    def one(p: Params) -> Params:
+      kernel = next(kernels)
+      if not _is_converted(kernel):
+        return p
+      return {**p, 'kernel': as_parameter(p['kernel']).convert(lambda s: kernel.replace(param=s))}
+
+    return _on_groups(layers, lambda group: [one(p) for p in group])
+
+  return added
+
+
+def _rounded_stack(kernel: jax.Array, dtype: DTypeLike) -> RoundedOnce:
+  return RoundedOnce(Split(kernel), jax.lax.stop_gradient(kernel.astype(dtype)))
+
+
 def rounded_once(layer: Params, dtype: DTypeLike) -> Params:
   """Returns a layer's parameters with its float32 `KERNELS` as `RoundedKernel`s in `dtype`.
 
@@ -63,14 +108,15 @@ def rounded_once(layer: Params, dtype: DTypeLike) -> Params:
     layer: whole parameters of a layer by block.
     dtype: compute dtype.
   """
+  return _on_groups(layer, lambda group: [_rounded(p, dtype, rounded_kernel) for p in group])
 
-  def rounded(p: Params) -> Params:
-    kernel = p['kernel']
-    if fp8.is_quantized(kernel) or jnp.dtype(dtype).itemsize >= kernel.dtype.itemsize:
-      return p
-    return {**p, 'kernel': rounded_kernel(kernel, dtype)}
 
-  return _on_groups(layer, lambda group: [rounded(p) for p in group])
+def _rounded(p: Params, dtype: DTypeLike, make: Callable[..., Any]) -> Params:
+  """Returns `p` with the kernel `make(kernel, dtype)`, unless it is as narrow or in 8 bits."""
+  kernel = p['kernel']
+  if fp8.is_quantized(kernel) or jnp.dtype(dtype).itemsize >= kernel.dtype.itemsize:
+    return p
+  return {**p, 'kernel': make(kernel, dtype)}
 
 
 def amaxes_like(layers: Params, make: Callable[[_Leaf], _Leaf]) -> Params:

@@ -40,6 +40,11 @@ def layers_of(params: Params, stack: str) -> Tree:
   return (params if stack == ONLY else params[stack])['layers']
 
 
+def has_layers(params: Params, stack: str) -> bool:
+  """Returns whether `params`, maybe a part of a model's parameters, has layers of a stack."""
+  return 'layers' in (params if stack == ONLY else params.get(stack, {}))
+
+
 def num_layers(params: Params, stack: str) -> int:
   """Returns the number of layers of a stack in `params`."""
   return jax.tree.leaves(layers_of(params, stack))[0].shape[0]

@@ -9,7 +9,7 @@ in float32.
 JAX's gradient of a loop would gather and sum inside the layer that needs the result, and compilers
 seldom move a collective to another iteration, so the backward loop is written out here.
 `over_layers` calls the loop, `run_ahead`, for stacks of `Ahead` parameters; `with_ports` sends the
-first layer's gradients last; `LayerStep` is one layer with its residuals and its backward pass.
+first layer's gradients last.
 """
 
 import contextlib
@@ -17,16 +17,25 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional, TypeVar, Union
+from typing import Any, Optional
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.extend.core import jaxpr_as_fun
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.tree_util import PyTreeDef
 
 from t5x_gpu.partitioning.axis_rules import varying
+from t5x_gpu.partitioning.layer_step import (
+  LayerStep,
+  chosen,
+  entry,
+  instantiated,
+  is_primal,
+  is_zero,
+  merged,
+  opened,
+)
 from t5x_gpu.partitioning.parameters import (
   Dims,
   Layer,
@@ -39,8 +48,6 @@ from t5x_gpu.partitioning.parameters import (
   whole,
 )
 from t5x_gpu.partitioning.trees import DTypeLike, Gradients, Index, Params, Tree, TreeFn
-
-T = TypeVar('T')
 
 
 @dataclasses.dataclass
@@ -128,6 +135,10 @@ class Ahead(Parameter):
   @property
   def split(self) -> Split:
     return self.param.split
+
+  @property
+  def is_converted(self) -> bool:
+    return self.param.is_converted
 
   def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Weights:
     return self.param.whole(dtype, wide=wide)
@@ -238,83 +249,6 @@ def _open_backward(
 _open.defvjp(_open_forward, _open_backward)
 
 
-class LayerStep:
-  """A layer on flat arrays, and its backward pass. Traced at the first call only.
-
-  Some of the arrays that JAX's backward pass needs are inputs, such as weights. Only the others,
-  and the layer's input, must be stored.
-
-  Attributes:
-    trained: per weight: whether it is differentiated.
-    differentiated: per array of `shared`: whether it is differentiated.
-  """
-
-  def __init__(
-    self, function: TreeFn, *, trained: Sequence[bool], differentiated: Sequence[bool], **remat: Any
-  ):
-    self._function, self._remat, self._traced = function, remat, None
-    self.trained, self.differentiated = trained, differentiated
-
-  def forward(
-    self, weights: list[Params], carry: Tree, shared: list[jax.Array], number: jax.Array
-  ) -> tuple[Tree, list[jax.Array]]:
-    """Returns (carry, arrays to be stored for the backward pass)."""
-    inputs = (weights, shared, number, carry)
-    if self._traced is None:
-      self._trace(inputs)
-    results = self._traced(*jax.tree.leaves(inputs))
-    outputs, needed = results[: self._output.num_leaves], results[self._output.num_leaves :]
-    stored = [x for x, source in zip(needed, self._sources, strict=True) if source is None]
-    return jax.tree.unflatten(self._output, outputs), stored
-
-  def backward(
-    self,
-    weights: list[Params],
-    shared: list[jax.Array],
-    number: jax.Array,
-    stored: list[jax.Array],
-    gradient: Tree,
-  ) -> tuple[list[Gradients], Tree, list[jax.Array]]:
-    """Returns the gradients of (trained weights, carry, differentiated arrays of `shared`)."""
-    fixed, stored = jax.tree.leaves((weights, shared, number)), iter(stored)
-    needed = [next(stored) if i is None else fixed[i] for i in self._sources]
-    return jax.tree.unflatten(self._pull, needed)(gradient)
-
-  def _trace(self, inputs: tuple) -> None:
-    def forward(weights: Params, shared: Tree, number: Index, carry: Tree) -> Tree:
-      def layer(trained: Tree, carry: Tree, differentiated: Tree) -> Tree:
-        whole = merged(self.trained, trained, weights)
-        return self._function(
-          whole, carry, merged(self.differentiated, differentiated, shared), number
-        )
-
-      output, pull = jax.vjp(
-        jax.checkpoint(layer, **self._remat),
-        chosen(self.trained, weights),
-        carry,
-        chosen(self.differentiated, shared),
-      )
-      self._output, self._pull = jax.tree.structure(output), jax.tree.structure(pull)
-      return jax.tree.leaves(output) + jax.tree.leaves(pull)
-
-    closed = jax.make_jaxpr(forward)(*inputs)
-    fixed = closed.jaxpr.invars[: len(jax.tree.leaves(inputs[:3]))]
-    needed = closed.jaxpr.outvars[self._output.num_leaves :]
-    self._sources = [next((i for i, x in enumerate(fixed) if x is need), None) for need in needed]
-    self._traced = jaxpr_as_fun(closed)
-
-
-def chosen(which: Sequence[bool], items: Sequence[T]) -> list[T]:
-  """Returns the `items` that `which` marks."""
-  return [item for item, chosen in zip(items, which, strict=True) if chosen]
-
-
-def merged(which: Sequence[bool], chosen: Sequence[T], others: Sequence[T]) -> list[T]:
-  """Returns `others` with the marked members replaced, in turn, by the members of `chosen`."""
-  chosen = iter(chosen)
-  return [next(chosen) if marked else x for marked, x in zip(which, others, strict=True)]
-
-
 # A parameter, or an array.
 _Leaf = Any
 _Leaves = list[_Leaf]
@@ -372,35 +306,20 @@ class _Loop:
   ) -> Tree:
     """Returns ((output, after), _Kept); arguments are `CustomVJPPrimal`s."""
     has_port = [port is not None for port in ports]
-    trained = [
-      any(x.perturbed for x in jax.tree.leaves(leaf, is_leaf=_is_primal)) for leaf in leaves
-    ]
-    flat, shared_tree = jax.tree.flatten(shared, is_leaf=_is_primal)
-    differentiated = [x.perturbed for x in flat]
     after_trained = tuple(x.perturbed for x in after)
-    leaves, carry, flat, first, after = jax.tree.map(
-      lambda x: x.value, (leaves, carry, flat, first, after), is_leaf=_is_primal
+    first, after = first.value, [x.value for x in after]
+    unrolled = self.unroll >= _num_layers(
+      jax.tree.map(lambda x: x.value, leaves, is_leaf=is_primal)
     )
-
-    def function(weights: Params, carry: Tree, shared: list[jax.Array], number: jax.Array) -> Tree:
-      shared = jax.tree.unflatten(shared_tree, shared)
-      return self.layer(jax.tree.unflatten(self.treedef, weights), carry, shared, number)
-
-    layer = LayerStep(
-      function,
-      trained=trained,
-      differentiated=differentiated,
-      policy=self.policy,
-      # Loops separate the two passes. Without loops, XLA would merge the recomputation with the
-      # forward pass and save nothing.
-      prevent_cse=self.unroll >= _num_layers(leaves),
+    layer, leaves, carry, flat, shared_tree = opened(
+      self.layer, self.treedef, self.policy, leaves, carry, shared, prevent_cse=unrolled
     )
 
     def step(weights: Params, carry: Tree, number: jax.Array) -> Tree:
       return layer.forward(weights, carry, flat, number)
 
     output, *stored = self._forward(leaves, carry, first, step)
-    has_port = tuple(chosen(trained, has_port))
+    has_port = tuple(chosen(layer.trained, has_port))
     return (output, after), _Kept(
       leaves,
       flat,
@@ -438,14 +357,14 @@ class _Loop:
       """Returns ((gradients of trained leaves, of the carry, of `shared`), other gradients)."""
       weights = self._weights(leaves, ahead, i)
       of_weights, *rest = step.backward(weights, kept.shared, kept.first + i, stored, gradient)
-      others = [_others(_at(leaf, i), x) for leaf, x in zip(trained, of_weights, strict=True)]
+      others = [_others(entry(leaf, i), x) for leaf, x in zip(trained, of_weights, strict=True)]
       return (list(map(_pending, trained, of_weights)), *rest), others
 
     def body(state: Tree, i: Index) -> Tree:
       ahead, (pending, gradient, of_shared), total = state
       following = self._gathered(leaves, i - 1)
       total = self._with_layer(total, trained, at_end, pending, i + 1)
-      (pending, gradient, more), others = one(ahead, _at(kept.stored, i), gradient, i)
+      (pending, gradient, more), others = one(ahead, entry(kept.stored, i), gradient, i)
       of_shared = jax.tree.map(jnp.add, of_shared, more)
       return (following, (pending, gradient, of_shared), total), others
 
@@ -453,10 +372,10 @@ class _Loop:
     at_end = _are_summed_at_end(trained)
     total = [_no_gradients(leaf, late) for leaf, late in zip(trained, at_end)]
     ahead = self._gathered(leaves, max(last - 1, 0))
-    gradient = jax.tree.map(_instantiated, gradient, is_leaf=_is_zero)
+    gradient = jax.tree.map(instantiated, gradient, is_leaf=is_zero)
     stored_last = _after(kept.stored_last, gradient)
     done, others = one(kept.ahead_last, stored_last, gradient, last)
-    is_sent = [t and not _is_zero(x) for t, x in zip(kept.after_trained, of_after, strict=True)]
+    is_sent = [t and not is_zero(x) for t, x in zip(kept.after_trained, of_after, strict=True)]
     sent = chosen(is_sent, of_after)
     if sent:
       done, sent = jax.lax.optimization_barrier((done, sent))
@@ -509,7 +428,7 @@ class _Loop:
     def added(to: jax.Array, leaf: _Leaf, late: bool, x: Tree, skipped: bool) -> jax.Array:
       if skipped:
         return to
-      x = x if late else _summed(_at(leaf, i), x)
+      x = x if late else _summed(entry(leaf, i), x)
       return jax.lax.dynamic_update_index_in_dim(to, x, i, 0)
 
     skip = skip or [False] * len(total)
@@ -517,7 +436,7 @@ class _Loop:
 
   def _gathered(self, leaves: _Leaves, i: Index) -> list[Weights]:
     """Returns the weights of layer `i` that need an all-gather, gathered."""
-    return [whole(_at(p, i), self.dtype) for p in leaves if _is_gathered(p)]
+    return [whole(entry(p, i), self.dtype) for p in leaves if _is_gathered(p)]
 
   def _weights(self, leaves: _Leaves, ahead: list[Weights], i: Index) -> list[Weights]:
     """Returns all weights of layer `i`, `wide`, given the gathered ones from `_gathered`."""
@@ -525,7 +444,7 @@ class _Loop:
     return [
       next(gathered).astype(jnp.float32)
       if _is_gathered(p)
-      else whole(_at(p, i), self.dtype, wide=True)
+      else whole(entry(p, i), self.dtype, wide=True)
       for p in leaves
     ]
 
@@ -591,34 +510,14 @@ def _as_gradient(leaf: _Leaf, part: jax.Array, others: Tree) -> Tree:
   return leaf.as_gradient(part, others) if is_parameter(leaf) else part
 
 
-def _is_primal(x: object) -> bool:
-  return isinstance(x, CustomVJPPrimal)
-
-
-def _is_zero(x: object) -> bool:
-  return isinstance(x, SymbolicZero)
-
-
 def _num_layers(leaves: _Leaves) -> int:
   return jax.tree.leaves(leaves)[0].shape[0]
-
-
-def _at(tree: Tree, i: Index) -> Tree:
-  """Returns entry `i` of every array [layers, ...]."""
-  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
 def _no_gradients(leaf: _Leaf, at_end: bool) -> jax.Array:
   x = _part(leaf)
   axes = (*jax.typeof(x).manual_axis_type.varying, *(leaf.split.dims.sum_axes if at_end else ()))
   return varying(jnp.zeros(x.shape, x.dtype), axes)
-
-
-def _instantiated(x: Union[jax.Array, SymbolicZero]) -> jax.Array:
-  if not _is_zero(x):
-    return x
-  zeros = jnp.zeros(x.aval.shape, x.aval.dtype)
-  return varying(zeros, tuple(x.aval.manual_axis_type.varying))
 
 
 def _after(arrays: list[jax.Array], gradient: Tree) -> list[jax.Array]:

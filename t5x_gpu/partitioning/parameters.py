@@ -62,6 +62,11 @@ class Parameter(abc.ABC):
   loop: ClassVar[Optional[Callable[..., Tree]]] = None
 
   @property
+  def is_converted(self) -> bool:
+    """Whether it holds values that were converted for the matmuls ahead of its use."""
+    return False
+
+  @property
   @abc.abstractmethod
   def split(self) -> 'Split':
     """The differentiated part, and how it is split."""

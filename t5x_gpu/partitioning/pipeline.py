@@ -29,16 +29,19 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import AxisRules, varying
+from t5x_gpu.partitioning.in_place import InPlace
 from t5x_gpu.partitioning.layer_stacks import (
+  has_layers,
   layers_of,
   member_of,
   num_layers,
   run_layers,
   with_layers,
   with_member,
+  without_layers,
 )
 from t5x_gpu.partitioning.overlap import Ahead
-from t5x_gpu.partitioning.parameters import Dims, Split
+from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, as_parameter, is_parameter
 from t5x_gpu.partitioning.pipeline_schedules import (
   SCHEDULES,
   Timetable,
@@ -72,6 +75,10 @@ class Pieces(Protocol):
   @property
   def stacks(self) -> tuple[str, ...]:
     """Names of the stacks of layers in the order in which they run; (ONLY,) for one stack."""
+
+  @property
+  def gathers_layers(self) -> bool:
+    """Whether `run_layers` runs layers by `over_layers`, which takes `Parameter`s."""
 
   def embed(self, params: Tree, microbatch: Tree) -> Tree:
     """Returns the activation that enters the first layer."""
@@ -120,27 +127,18 @@ def value_and_grad(
     earlier: gradients to add, for example of earlier microbatches.
   """
   run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), complete)
+  grads = run.zeros(params) if earlier is None else earlier
   if table.schedule == '1f1b':
-    return _one_forward_one_backward(run, params, earlier, layer_sums)
-
-  def loss(params: Tree, first: Optional[Tree] = None) -> tuple[jax.Array, Tree]:
-    sums = _forward(run, params, first)
-    return sums['loss'][0], sums
-
-  # The transpose of a scan whose ticks end in a permute is the backward pipeline.
-  if layer_sums is None:
-    grads, sums = jax.grad(loss, has_aux=True)(params)
-    return _plus(grads, earlier), sums
-  first = run.shift(first_tick(run, params))
-  (grads, dx), sums = jax.grad(loss, (0, 1), has_aux=True)(params, first)
-  return last_tick(run, params, dx, 0, _plus(grads, earlier), layer_sums), sums
+    return _one_forward_one_backward(run, params, grads, layer_sums)
+  return _forward_then_backward(run, params, grads, layer_sums)
 
 
 def forward(
   pieces: Pieces, params: Tree, microbatches: Tree, table: Timetable, *, varying_axes: Sequence[str]
 ) -> Tree:
   """Returns sums, local; for evaluation. Arguments as in `value_and_grad`."""
-  return _forward(PipelineRun(pieces, microbatches, table, tuple(varying_axes)), params)
+  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes))
+  return _heads(run, params, _deal_out(run, _forward(run, params, keeps_inputs=False)[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,37 +264,72 @@ class PipelineRun:
     sums = self.varying(self.pieces.head(self.complete(params), x, microbatch))
     return sums['loss'][0], sums
 
-  def run_block(self, params: Tree, x: Tree, unit: jax.Array, stage: jax.Array) -> Tree:
-    """Returns x after the block of layers of `unit`."""
-    table, params = self.table, self.complete(params)
-    microbatch = self.microbatch(unit % table.num_microbatches)
-    block = unit // table.num_microbatches
-    block_of_stack = block if len(self.stacks) == 1 else block % table.repeats
+  def run_block(
+    self,
+    params: Tree,
+    x: Tree,
+    unit: jax.Array,
+    stage: jax.Array,
+    stack: Optional[str] = None,
+    earlier: Optional[Tree] = None,
+  ) -> Tree:
+    """Returns x after the block of layers of `unit`.
 
-    def of_stack(stack: str) -> Tree:
-      size, own = num_layers(params, stack) // table.repeats, params
-      if table.repeats > 1:
-        own = with_layers(
-          params,
-          stack,
-          jax.tree.map(
-            lambda w: jax.lax.dynamic_slice_in_dim(w, block_of_stack * size, size),
-            layers_of(params, stack),
-          ),
-        )
-      return self.varying(
-        run_layers(
-          self.pieces,
-          own,
-          x,
-          microbatch,
-          stack=stack,
-          first_layer=(block_of_stack * table.num_stages + stage) * size,
-        )
+    Args:
+      params: differentiated parameters.
+      x: input of the block.
+      unit: the unit.
+      stage: index of this stage.
+      stack: the stack of the block; None if the unit decides.
+      earlier: gradients of earlier units, which the gradients of this stack's layers will contain.
+    """
+    if stack is None and len(self.stacks) > 1:
+      runs = [functools.partial(self.run_block, params, x, unit, stage, s) for s in self.stacks]
+      return jax.lax.switch(self.stack_index(unit), runs)
+    stack, table = stack or self.stacks[0], self.table
+    if earlier is not None:
+      params = self._on_layers(lambda p, e: Split(p, earlier=e), stack, params, earlier)
+    params = self.complete(params)
+    block = unit // table.num_microbatches % table.repeats
+    size = num_layers(params, stack) // table.repeats
+    if self.pieces.gathers_layers:
+      params = self._on_layers(lambda p: _in_place(p, block * size, size), stack, params)
+    elif table.repeats > 1:
+      params = self._on_layers(
+        lambda w: jax.lax.dynamic_slice_in_dim(w, block * size, size), stack, params
       )
+    return self.varying(
+      run_layers(
+        self.pieces,
+        params,
+        x,
+        self.microbatch(unit % table.num_microbatches),
+        stack=stack,
+        first_layer=(block * table.num_stages + stage) * size,
+      )
+    )
 
-    runs = [functools.partial(of_stack, stack) for stack in self.stacks]
-    return runs[0]() if len(runs) == 1 else jax.lax.switch(block // table.repeats, runs)
+  def stack_index(self, unit: jax.Array) -> jax.Array:
+    """Returns the index of the stack of `unit`'s block."""
+    return unit // self.table.num_microbatches // self.table.repeats
+
+  def rest(self, tree: Tree) -> Tree:
+    """Returns parameters, or their gradients, without the layers."""
+    return without_layers(tree, self.stacks)
+
+  def with_rest(self, tree: Tree, rest: Tree) -> Tree:
+    """Returns `tree` with everything outside of the layers replaced by `rest`."""
+    for stack in self.stacks:
+      if has_layers(tree, stack):
+        rest = with_layers(rest, stack, layers_of(tree, stack))
+    return rest
+
+  def _on_layers(self, function: TreeFn, stack: str, params: Tree, *others: Tree) -> Tree:
+    """Returns `params` with `function` applied to the parameters of a stack's layers."""
+    if not has_layers(params, stack):
+      return params
+    layers = (layers_of(tree, stack) for tree in (params, *others))
+    return with_layers(params, stack, jax.tree.map(function, *layers, is_leaf=is_parameter))
 
   def first_activation(self, params: Tree) -> Tree:
     """Returns the activation that stages hold before they have received one."""
@@ -311,10 +344,10 @@ class PipelineRun:
     """Returns the `x` of the previous stage (of the next stage if `back`)."""
     last = self.table.num_stages - 1
     pairs = [(s, s + 1) for s in range(last)]
+    if self.table.num_blocks > 1:
+      pairs.append((last, 0))
     if back:
       pairs = [(to, source) for source, to in pairs]
-    elif self.table.num_blocks > 1:
-      pairs.append((last, 0))
     return jax.tree.map(lambda a: jax.lax.ppermute(a, AXIS, pairs), x)
 
 
@@ -354,15 +387,9 @@ def where(condition: Union[bool, jax.Array], a: Tree, b: Tree) -> Tree:
   return jax.tree.map(functools.partial(jnp.where, condition), a, b)
 
 
-def first_tick(run: PipelineRun, params: Tree) -> Tree:
-  """Returns the output of the first tick, in which stage 0 works alone."""
-  stage = jax.lax.axis_index(AXIS)
-
-  def block(_: Tree) -> Tree:
-    return run.run_block(params, run.embed(params, run.microbatch(0)), 0, stage)
-
-  x = run.first_activation(params)
-  return jax.lax.cond(stage == 0, block, lambda x: x, x) if run.table.skip_idle else block(x)
+def _in_place(param: Union[jax.Array, Parameter], start: jax.Array, size: int) -> Parameter:
+  """Returns a parameter of a block of layers; the last tick's, which communicate, are unchanged."""
+  return param if isinstance(param, Ahead) else InPlace(as_parameter(param), start, size)
 
 
 def last_tick(
@@ -391,28 +418,26 @@ def last_tick(
   return layer_sums.total(found, grads)
 
 
-def _forward(run: PipelineRun, params: Tree, first: Optional[Tree] = None) -> Tree:
-  """Returns sums: runs layers tick by tick, then an equal share of the heads on every stage.
+def _forward(run: PipelineRun, params: Tree, *, keeps_inputs: bool) -> tuple[Tree, Optional[Tree]]:
+  """Returns (outputs [stages * head_share, ...] of the last stage, inputs [ticks, ...]).
 
   Args:
     run: the pipeline.
     params: parameters of the model.
-    first: activation that stages hold after the first tick; None computes it here.
+    keeps_inputs: whether to return the inputs.
   """
   table, stage = run.table, jax.lax.axis_index(AXIS)
-  first_output = (table.num_blocks - 1) * table.num_microbatches
-  # Activations that return to stage 0 wait there until all microbatches have started.
-  delay = table.num_microbatches - table.num_stages if table.num_blocks > 1 else 0
+  delay = _delay(table)
 
-  @functools.partial(jax.checkpoint, prevent_cse=False)
-  def work(params: Tree, x: Tree, unit: jax.Array) -> Tree:
-    works = (0 <= unit) & (unit < table.num_units)
-    unit = jnp.clip(unit, 0, table.num_units - 1)
-    enters = (stage == 0) & (unit < table.num_microbatches)
-    if run.table.skip_idle:
-      enters &= works
+  def tick(carry: Tree, t: jax.Array) -> tuple[Tree, Optional[Tree]]:
+    x, waiting, outputs = carry
+    works, unit = _inside(table, table.forward_unit(t, stage))
+    if delay:
+      waiting = put(waiting, x, t % (delay + 1))
+      x = where(stage == 0, at(waiting, (t - delay) % (delay + 1)), x)
+    enters = _enters(table, unit, stage)
     x = jax.lax.cond(
-      enters,
+      enters & works if table.skip_idle else enters,
       lambda x: run.embed(params, run.microbatch(unit % table.num_microbatches)),
       lambda x: x,
       x,
@@ -421,84 +446,194 @@ def _forward(run: PipelineRun, params: Tree, first: Optional[Tree] = None) -> Tr
     def block(x: Tree) -> Tree:
       return run.run_block(params, x, unit, stage)
 
-    return jax.lax.cond(works, block, lambda x: x, x) if run.table.skip_idle else block(x)
-
-  def tick(carry: Tree, t: jax.Array) -> tuple[Tree, None]:
-    x, waiting, outputs = carry
-    unit = table.forward_unit(t, stage)
-    if delay:
-      waiting = put(waiting, x, t % (delay + 1))
-      x = where(stage == 0, at(waiting, (t - delay) % (delay + 1)), x)
-    y = work(params, x, unit)
+    y = jax.lax.cond(works, block, lambda x: x, x) if table.skip_idle else block(x)
     # The first output overwrites earlier writes.
-    outputs = put(
-      outputs, run.output(y), jnp.clip(unit - first_output, 0, table.num_microbatches - 1)
-    )
-    return (run.shift(y), waiting, outputs), None
+    outputs = put(outputs, run.output(y), _output_index(table, unit)[1])
+    return (run.shift(y), waiting, outputs), x if keeps_inputs else None
 
-  x = run.first_activation(params) if first is None else first
+  x = run.first_activation(params)
   waiting = run.zeros(x, stack=delay + 1) if delay else ()
   # Padded so that the shares of the head are equal.
   outputs = run.zeros(run.output(x), stack=table.head_share * table.num_stages)
-  ticks = jnp.arange(0 if first is None else 1, table.forward_ticks)
-  (_, _, outputs), _ = jax.lax.scan(tick, (x, waiting, outputs), ticks)
-  return _shared_head(run, params, outputs)
+  ticks = jnp.arange(table.forward_ticks)
+  (_, _, outputs), inputs = jax.lax.scan(tick, (x, waiting, outputs), ticks)
+  return outputs, inputs
 
 
-def _shared_head(run: PipelineRun, params: Tree, outputs: Tree) -> Tree:
-  """Returns the sums of this stage's share of the microbatches.
+def _forward_then_backward(
+  run: PipelineRun, params: Tree, grads: Tree, layer_sums: Optional[LayerSums]
+) -> tuple[Tree, Tree]:
+  """Returns (gradients, sums): all units forward, the heads, and all units backward in reverse.
+
+  Args:
+    run: the pipeline.
+    params: parameters of the model.
+    grads: earlier gradients.
+    layer_sums: reduces the gradients of layers in the last tick, or None.
+  """
+  table, stage = run.table, jax.lax.axis_index(AXIS)
+  delay = _delay(table)
+  outputs, inputs = _forward(run, params, keeps_inputs=True)
+  mine, to_outputs = jax.vjp(functools.partial(_deal_out, run), outputs)
+  sums, grads, d_mine = _heads_backward(run, params, grads, mine)
+  (d_outputs,) = to_outputs(d_mine)
+
+  def tick(carry: Tree, t: jax.Array) -> tuple[Tree, None]:
+    dx, waiting, grads = carry  # of the input that the stage received in the tick after this one
+    works, unit = _inside(table, table.forward_unit(t, stage))
+    dy = run.shift(dx, back=True)
+    is_output, index = _output_index(table, unit)
+    dy = with_member(
+      dy,
+      run.stacks,
+      run.stacks[-1],
+      jax.tree.map(
+        lambda x, more: x + jnp.where(is_output & works, more, jnp.zeros_like(more)),
+        run.output(dy),
+        at(d_outputs, index),
+      ),
+    )
+    x = at(inputs, t)
+    dx = jax.tree.map(jnp.zeros_like, dy)  # of a stage without work
+    for i, stack in enumerate(run.stacks):
+
+      def back(state: Tree, works: Union[bool, jax.Array], stack: str = stack) -> Tree:
+        _, pull = _block_vjp(run, params, x, unit, stage, stack, state[1])
+        return pull(dy, state[1], works)
+
+      if not table.skip_idle:
+        dx, grads = back((dx, grads), works)
+        continue
+      runs = works & (run.stack_index(unit) == i) if len(run.stacks) > 1 else works
+      dx, grads = update_if(runs, lambda state, back=back: back(state, True), (dx, grads))
+    enters = _enters(table, unit, stage) & works
+    grads = _embed_backward(run, params, dx, unit % table.num_microbatches, grads, enters)
+    if delay:
+      waiting = put(waiting, dx, t % (delay + 1))
+      dx = where(stage == 0, at(waiting, (t + delay) % (delay + 1)), dx)
+    return (dx, waiting, grads), None
+
+  dx = jax.tree.map(jnp.zeros_like, at(inputs, 0))
+  waiting = run.zeros(dx, stack=delay + 1) if delay else ()
+  ticks = jnp.arange(0 if layer_sums is None else 1, table.forward_ticks)
+  (dx, _, grads), _ = jax.lax.scan(tick, (dx, waiting, grads), ticks, reverse=True)
+  if layer_sums is not None:
+    grads = last_tick(run, params, dx, 0, grads, layer_sums)
+  return grads, sums
+
+
+def _delay(table: Timetable) -> int:
+  """Returns the ticks that an activation waits at stage 0 until all microbatches have started."""
+  return table.num_microbatches - table.num_stages if table.num_blocks > 1 else 0
+
+
+def _inside(table: Timetable, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns (whether there is such a unit, `unit` or the nearest one)."""
+  return (0 <= unit) & (unit < table.num_units), jnp.clip(unit, 0, table.num_units - 1)
+
+
+def _enters(table: Timetable, unit: jax.Array, stage: jax.Array) -> jax.Array:
+  """Returns whether the input of `unit` comes from the embeddings."""
+  return (stage == 0) & (unit < table.num_microbatches)
+
+
+def _output_index(table: Timetable, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns (whether `unit` ends the model's layers on the last stage, index of its output)."""
+  index = unit - (table.num_blocks - 1) * table.num_microbatches
+  return index >= 0, jnp.clip(index, 0, table.num_microbatches - 1)
+
+
+def _deal_out(run: PipelineRun, outputs: Tree) -> Tree:
+  """Returns this stage's share of the last stage's outputs, [head_share, ...].
 
   If the last stage computed all heads, the others would wait for it.
 
   Args:
     run: the pipeline.
-    params: parameters of the model.
     outputs: [stages * head_share, ...]; only the last stage's are valid.
   """
   table, stage = run.table, jax.lax.axis_index(AXIS)
-  share, last = table.head_share, table.num_stages - 1
+  last = table.num_stages - 1
 
-  def deal_out(y: jax.Array) -> jax.Array:
+  def share_of(y: jax.Array) -> jax.Array:
     # A psum_scatter would send the same bytes, but in bfloat16 with an automatic `model` axis it
     # aborts XLA on CPUs (0.10.2, 0.11.2): "Invalid binary instruction opcode copy".
-    shares = y.reshape(table.num_stages, share, *y.shape[1:])
+    shares = y.reshape(table.num_stages, table.head_share, *y.shape[1:])
     mine = shares[last]
     for to in range(last):
       mine = jnp.where(stage == to, jax.lax.ppermute(shares[to], AXIS, [(last, to)]), mine)
     return mine
 
-  mine = jax.tree.map(deal_out, outputs)
-  head = jax.checkpoint(run.head, prevent_cse=False)
+  return jax.tree.map(share_of, outputs)
 
-  def one(sums: Tree, k: jax.Array) -> tuple[Tree, None]:
-    index = stage * share + k
 
-    def counted(sums: Tree) -> Tree:
-      microbatch = run.microbatch(jnp.minimum(index, table.num_microbatches - 1))
-      return add(sums, head(params, at(mine, k), microbatch)[1])
+def _over_share(run: PipelineRun, head: TreeFn, state: Tree, mine: Tree) -> tuple[Tree, Tree]:
+  """Returns (state, results [head_share, ...]) after `head` of each microbatch of this stage.
 
+  Args:
+    run: the pipeline.
+    head: (state, output, microbatch) -> (state, result like the output, or None).
+    state: the first state.
+    mine: outputs [head_share, ...] of this stage's share of the microbatches.
+  """
+  table, stage = run.table, jax.lax.axis_index(AXIS)
+
+  def one(state: Tree, k: jax.Array) -> tuple[Tree, Tree]:
+    index = stage * table.head_share + k
+    output = at(mine, k)
+    microbatch = run.microbatch(jnp.minimum(index, table.num_microbatches - 1))
     if table.num_microbatches % table.num_stages == 0:
-      return counted(sums), None
-    return jax.lax.cond(index < table.num_microbatches, counted, lambda sums: sums, sums), None
+      return head(state, output, microbatch)
+    shapes = jax.eval_shape(head, state, output, microbatch)[1]
+    return update_if(
+      index < table.num_microbatches,
+      lambda carry: head(carry[0], output, microbatch),
+      (state, run.zeros(shapes)),
+    )
 
-  shapes = jax.eval_shape(run.head, params, at(mine, 0), run.microbatch(0))[1]
-  return jax.lax.scan(one, run.zeros(shapes), jnp.arange(share))[0]
+  return jax.lax.scan(one, state, jnp.arange(table.head_share))
+
+
+def _heads(run: PipelineRun, params: Tree, mine: Tree) -> Tree:
+  """Returns the sums of this stage's share of the microbatches."""
+
+  def counted(sums: Tree, output: Tree, microbatch: Tree) -> tuple[Tree, None]:
+    return add(sums, run.head(params, output, microbatch)[1]), None
+
+  return _over_share(run, counted, _no_sums(run, params, at(mine, 0)), mine)[0]
+
+
+def _heads_backward(
+  run: PipelineRun, params: Tree, grads: Tree, mine: Tree
+) -> tuple[Tree, Tree, Tree]:
+  """Returns (sums, gradients, gradients of `mine`) of this stage's share of the microbatches."""
+
+  def one(state: Tree, output: Tree, microbatch: Tree) -> tuple[Tree, Tree]:
+    sums, rest = state
+    more, dy, of_rest = _head_backward(run, params, output, microbatch)
+    return (add(sums, more), add(rest, of_rest)), dy
+
+  first = _no_sums(run, params, at(mine, 0)), run.rest(grads)
+  (sums, rest), d_mine = _over_share(run, one, first, mine)
+  return sums, run.with_rest(grads, rest), d_mine
+
+
+def _no_sums(run: PipelineRun, params: Tree, output: Tree) -> Tree:
+  return run.zeros(jax.eval_shape(run.head, params, output, run.microbatch(0))[1])
 
 
 def _one_forward_one_backward(
-  run: PipelineRun, params: Tree, earlier: Optional[Tree], layer_sums: Optional[LayerSums]
+  run: PipelineRun, params: Tree, grads: Tree, layer_sums: Optional[LayerSums]
 ) -> tuple[Tree, Tree]:
   """Returns (gradients, sums). Each tick runs one unit forward and another backward."""
   table, stage = run.table, jax.lax.axis_index(AXIS)
   is_first, is_last = stage == 0, stage == table.num_stages - 1
-
-  def inside(unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return (0 <= unit) & (unit < table.num_units), jnp.clip(unit, 0, table.num_units - 1)
+  (stack,) = run.stacks
 
   def tick(carry: Tree, t: jax.Array) -> tuple[Tree, None]:
     x, dx, kept, grads, sums = carry
     dy = run.shift(dx, back=True)  # during this tick's forward pass
-    works, unit = inside(table.forward_unit(t, stage))
+    works, unit = _inside(table, table.forward_unit(t, stage))
     x = jax.lax.cond(
       works & is_first, lambda x: run.embed(params, run.microbatch(unit)), lambda x: x, x
     )
@@ -511,24 +646,37 @@ def _one_forward_one_backward(
     y = jax.lax.cond(works & ~is_last, block, lambda x: x, x) if run.table.skip_idle else block(x)
     y = run.shift(y)  # during the backward pass
 
-    works, unit = inside(table.backward_unit(t, stage))
+    works, unit = _inside(table, table.backward_unit(t, stage))
     x = at(kept, (unit + stage) % table.kept_inputs)
+
+    def back(state: Tree, works: Union[bool, jax.Array]) -> Tree:
+      dy, grads, sums = state
+      y, pull = _block_vjp(run, params, x, unit, stage, stack, grads)
+
+      def head(state: Tree) -> Tree:
+        _, rest, sums = state
+        more, dy, of_rest = _head_backward(run, params, y, run.microbatch(unit))
+        return dy, add(rest, of_rest), add(sums, more)
+
+      dy, rest, sums = update_if(is_last & works, head, (dy, run.rest(grads), sums))
+      dx, grads = pull(dy, run.with_rest(grads, rest), works)
+      return dx, _embed_backward(run, params, dx, unit, grads, is_first & works), sums
+
     state = (dy, grads, sums)
-    back = functools.partial(_backward, run, params, x, unit, stage)
-    if run.table.skip_idle:
+    if table.skip_idle:
       dx, grads, sums = update_if(works, lambda state: back(state, True), state)
     else:
       dx, grads, sums = back(state, works)
     return (y, dx, kept, grads, sums), None
 
   x = run.first_activation(params)
-  shapes = jax.eval_shape(run.head, params, x, run.microbatch(0))[1]
   carry = (
     x,
     jax.tree.map(jnp.zeros_like, x),
-    run.zeros(x, stack=table.kept_inputs),
-    run.zeros(params) if earlier is None else earlier,
-    run.zeros(shapes),
+    # Real activations, as `x`: discarded work runs on inputs that no tick has written yet.
+    jax.tree.map(lambda a: jnp.broadcast_to(a, (table.kept_inputs, *a.shape)), x),
+    grads,
+    _no_sums(run, params, x),
   )
   ticks = table.interleaved_ticks - (layer_sums is not None)
   (_, dx, _, grads, sums), _ = jax.lax.scan(tick, carry, jnp.arange(ticks))
@@ -537,46 +685,67 @@ def _one_forward_one_backward(
   return grads, sums
 
 
-def _backward(
+def _block_vjp(
   run: PipelineRun,
   params: Tree,
   x: Tree,
   unit: jax.Array,
   stage: jax.Array,
-  state: Tree,
-  works: Union[bool, jax.Array],
-) -> Tree:
-  """Returns (dx, grads, sums) after the backward pass of `unit` in this stage.
+  stack: str,
+  grads: Tree,
+) -> tuple[Tree, Callable[[Tree, Tree, Union[bool, jax.Array]], tuple[Tree, Tree]]]:
+  """Returns (output, pull) of the block of `unit`; pull(dy, grads, works) is (dx, gradients).
 
   Args:
     run: the pipeline.
     params: parameters of the model.
-    x: input of the stage.
-    unit: the microbatch.
+    x: input of the block.
+    unit: the unit.
     stage: index of this stage.
-    state: (gradient of the stage's output, gradients so far, sums so far).
-    works: whether the unit counts; otherwise gradients and sums are unchanged.
+    stack: the stack of the block.
+    grads: gradients so far; `pull` gets them again, with the same gradients of layers.
   """
-  dy, grads, sums = state
-  microbatch = run.microbatch(unit)
-  y, transpose = jax.vjp(lambda p, x: run.run_block(p, x, unit, stage), params, x)
+  earlier = grads if run.pieces.gathers_layers else None
+  y, transpose = jax.vjp(
+    lambda params, x: run.run_block(params, x, unit, stage, stack, earlier), params, x
+  )
 
-  def head(state: Tree) -> Tree:
-    dy, grads, sums = state
-    (_, new_sums), (dp, dy) = jax.value_and_grad(run.head, (0, 1), has_aux=True)(
-      params, y, microbatch
-    )
-    return dy, add(grads, dp), add(sums, new_sums)
+  def pull(dy: Tree, grads: Tree, works: Union[bool, jax.Array]) -> tuple[Tree, Tree]:
+    # Without work, all gradients are 0.
+    more, dx = transpose(where(works, dy, jax.tree.map(jnp.zeros_like, dy)))
+    if earlier is None:
+      return dx, add(grads, more)
+    total = run.with_rest(grads, add(run.rest(grads), run.rest(more)))
+    if has_layers(grads, stack):
+      total = with_layers(total, stack, layers_of(more, stack))
+    return dx, total
 
-  dy, grads, sums = update_if((stage == run.table.num_stages - 1) & works, head, (dy, grads, sums))
-  dp, dx = transpose(dy)
-  grads = where(works, add(grads, dp), grads)
-
-  def embed(grads: Tree) -> Tree:
-    return add(grads, jax.vjp(lambda p: run.embed(p, microbatch), params)[1](dx)[0])
-
-  return dx, update_if((stage == 0) & works, embed, grads), sums
+  return y, pull
 
 
-def _plus(grads: Tree, earlier: Optional[Tree]) -> Tree:
-  return grads if earlier is None else add(grads, earlier)
+def _head_backward(
+  run: PipelineRun, params: Tree, output: Tree, microbatch: Tree
+) -> tuple[Tree, Tree, Tree]:
+  """Returns (sums, gradient of the output, gradients of the parameters outside of layers)."""
+
+  def loss(rest: Tree, output: Tree) -> tuple[jax.Array, Tree]:
+    return run.head(run.with_rest(params, rest), output, microbatch)
+
+  (_, sums), (of_rest, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+    run.rest(params), output
+  )
+  return sums, dy, of_rest
+
+
+def _embed_backward(
+  run: PipelineRun, params: Tree, dx: Tree, index: jax.Array, grads: Tree, condition: jax.Array
+) -> Tree:
+  """Returns `grads` plus the gradients of the embeddings of a microbatch, if `condition`."""
+
+  def embedded(rest: Tree) -> Tree:
+    return run.embed(run.with_rest(params, rest), run.microbatch(index))
+
+  def update(rest: Tree) -> Tree:
+    return add(rest, jax.vjp(embedded, run.rest(params))[1](dx)[0])
+
+  return run.with_rest(grads, update_if(condition, update, run.rest(grads)))

@@ -26,7 +26,7 @@ from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
 from t5x_gpu.models.losses import Sums, averaged_per_sequence, checked_sums
 from t5x_gpu.models.model import PIECES, Model, compute_dtype, config_of, fp8_scaling_of, is_layered
-from t5x_gpu.models.precision import in_8_bits, rounded_once
+from t5x_gpu.models.precision import converted_once, in_8_bits, rounded_once
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
@@ -48,7 +48,14 @@ from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.optimizers import Optimizer, checked_update
 from t5x_gpu.training.schedules import Schedule, checked_rate, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
-from t5x_gpu.training.state import RunForm, TrainState, history_of, trained_of, with_kernel_amaxes
+from t5x_gpu.training.state import (
+  RunForm,
+  Trained,
+  TrainState,
+  history_of,
+  trained_of,
+  with_kernel_amaxes,
+)
 
 # Divisors that depend on the batch -> the loss whose gradients the step takes.
 _REAL, _TOTAL, _SEQUENCES = (
@@ -259,7 +266,7 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
         batch,
         region,
         dropout_key,
-        complete=functools.partial(trained.join, frozen=frozen),
+        complete=_completed(model, trained, parts, frozen),
         layer_sums=region.layer_sums(trained_names) if reduction.over_all_axes else None,
         earlier=reduction.earlier,
       )
@@ -508,6 +515,37 @@ def _pass_in_pipeline(
   return _Results(grads, of_rows, {})
 
 
+def _completed(
+  model: Model, trained: Trained, parts: Params, frozen: Params
+) -> Callable[[Params], Params]:
+  """Returns the function from differentiated to all parameters, for the ticks of a pipeline.
+
+  Its kernels are converted for the matmuls here, not in each tick.
+
+  Args:
+    model: the model.
+    trained: which parameters are trained.
+    parts: whole trained parameters.
+    frozen: the other parameters.
+  """
+  if not model.gathers_layers:
+    return functools.partial(trained.join, frozen=frozen)
+  params, options = trained.join(parts, frozen), dict(scaling=fp8_scaling_of(model))
+  options['rounds'] = model.takes_rounded_kernels
+  added = {
+    stack: converted_once(layers_of(params, stack), compute_dtype(model), **options)
+    for stack in model.stacks
+  }
+
+  def complete(parts: Params) -> Params:
+    params = trained.join(parts, frozen)
+    for stack, of_stack in added.items():
+      params = with_layers(params, stack, of_stack(layers_of(params, stack)))
+    return params
+
+  return complete
+
+
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
   """A model for the pipeline, with the arguments that all microbatches share already bound."""
@@ -519,6 +557,10 @@ class _Pieces:
   @property
   def stacks(self) -> tuple[str, ...]:
     return tuple(self.model.stacks)
+
+  @property
+  def gathers_layers(self) -> bool:
+    return self.model.gathers_layers
 
   def embed(self, params: Params, microbatch: Batch) -> Tree:
     return self.model.embed(params, {**microbatch, **self.same}, dropout_key=self.dropout_key)

@@ -39,6 +39,7 @@ class Toy:
   mix: str = ''  # halves of the sequence change places: by a permute over 'context', or 'locally'
   dtype: Any = jnp.float32  # of activations and layers
   stacks = (ONLY,)
+  gathers_layers = False
 
   def embed(self, params, microbatch):
     return (params['table'][microbatch['tokens']] + params['shared']).astype(self.dtype)

@@ -31,6 +31,7 @@ class TwoStacks:
   """Residual MLPs that know their number; the writer's see the mean of what the reader returned."""
 
   stacks = STACKS
+  gathers_layers = False
 
   def embed(self, params, microbatch):
     return tuple(params['table'][microbatch[stack]] for stack in STACKS)
