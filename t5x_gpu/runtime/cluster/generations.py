@@ -1040,7 +1040,9 @@ class Member:
           return self._wait_for(missing, now)
     if isinstance(then, Stop):
       code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
-      return self._finish(code, then.reason)
+      # On hosts whose processes did not fail, nothing else names the host and the process.
+      reason = then.reason and f'{then.reason}; {interruption.cause}'
+      return self._finish(code, reason)
     if self._is_leaving:
       return [Exit(stop_code(self._asked))]
     may_have_started = [

@@ -932,6 +932,10 @@ def test_a_host_that_fails_often_is_used_if_the_mesh_needs_it():
   assert made.hosts() == [0, 1]
 
 
+# Also on the hosts whose processes did not fail.
+TWICE = 'it failed twice in a row after step 5; process 2 on host 1 (gpu-1) failed ({})'
+
+
 def test_the_same_failure_twice_ends_the_run_on_all_hosts_with_its_code():
   made = network()
   made.step = 5
@@ -940,7 +944,7 @@ def test_the_same_failure_twice_ends_the_run_on_all_hosts_with_its_code():
   made.end(1, 7)
   made.settle()
   assert {index: made.exits[index].code for index in range(3)} == {0: 7, 1: 7, 2: 7}
-  assert made.exits[2].problem.what == 'it failed twice in a row after step 5'
+  assert made.exits[2].problem.what == TWICE.format('exit code 7')
 
 
 @pytest.mark.parametrize(
@@ -989,7 +993,7 @@ def test_the_same_failure_on_another_host_then_ends_the_run():
   made.end(1, -11)
   made.settle(2)
   assert {exit.code for exit in made.exits.values()} == {139} and len(made.exits) == 4
-  assert made.exits[2].problem.what == 'it failed twice in a row after step 5'
+  assert made.exits[2].problem.what == TWICE.format('SIGSEGV')
 
 
 @pytest.mark.parametrize('seed', range(4))
@@ -1041,7 +1045,7 @@ def test_a_repeated_failure_ends_the_run_once_no_lost_host_can_help(host_counts,
   assert bool(made.exits) != bool(waited)
   made.settle(5)
   assert {index: made.exits[index].code for index in range(2)} == {0: 139, 1: 139}
-  assert made.exits[0].problem.what == 'it failed twice in a row after step 5'
+  assert made.exits[0].problem.what == TWICE.format('SIGSEGV')
 
 
 @pytest.mark.parametrize('lost', [0, 2])
