@@ -66,7 +66,7 @@ from t5x_gpu.runtime.health import fitness
 from t5x_gpu.runtime.process_exit import STOP_SIGNALS
 from t5x_gpu.storage.files import reason_of, write_atomically
 from t5x_gpu.terminal import streams
-from t5x_gpu.terminal.flag_types import positive_int
+from t5x_gpu.terminal.flag_types import positive_int, whole_number
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[0]
 
@@ -81,8 +81,11 @@ def write_scripts(folder: pathlib.Path) -> list[pathlib.Path]:
   """Writes the scripts to `folder`, which is created, and returns their paths.
 
   Raises:
-    ConfigError: a file of that name has other contents. Nothing is written then.
+    ConfigError: `folder` is a file, or one of its files has other contents. Nothing is written
+      then.
   """
+  if folder.exists() and not folder.is_dir():
+    raise ConfigError(f'{folder} is not a folder.', fix='Name another folder.')
   texts = {folder / path.name: path.read_bytes() for path in shipped_scripts()}
   changed = [p for p, text in texts.items() if p.exists() and p.read_bytes() != text]
   if changed:
@@ -942,7 +945,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     '--restarts',
-    type=positive_int,
+    type=whole_number,
     default=0,
     metavar='N',
     help='start all processes again if one fails, at most N times (default: 0)',
@@ -961,7 +964,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   )
   hosts.add_argument(
     '--spares',
-    type=positive_int,
+    type=whole_number,
     default=0,
     metavar='N',
     help='of these hosts, N wait until they take the place of a lost one (default: 0)',
@@ -980,6 +983,31 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   )
 
 
+def _listed(text: Optional[str]) -> list[str]:
+  """Returns the addresses of hosts 0, 1, ... that --coordinator_address lists; [] without it.
+
+  Raises:
+    ConfigError: an address cannot be a host's, or is listed twice.
+  """
+  found = [address.strip() for address in text.split(',')] if text else []
+  for address in found:
+    host, port = addresses.split(address or text, '--coordinator_address')
+    if host in ('0.0.0.0', '::'):
+      raise ConfigError(
+        f'--coordinator_address={text}: other hosts cannot connect to {host}.',
+        fix='Write the name or address of the host there. To listen on all of its interfaces, set '
+        f'{addresses.BIND_VARIABLE}={addresses.join(host, port)} on host 0.',
+        docs='never_down.md#several-hosts',
+      )
+    if found.count(address) > 1:
+      raise ConfigError(
+        f'--coordinator_address={text}: {address} is there twice.',
+        fix='Name host 0, or hosts 0, 1, ... in this order, each with its own address.',
+        docs='never_down.md#several-hosts',
+      )
+  return found
+
+
 def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
   """Returns this agent among the launches of several hosts; None if this is the only one.
 
@@ -988,6 +1016,7 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
     ClusterError: a scheduler started several agents on this host.
   """
   found = cluster.ask_all(os.environ)
+  flags.coordinator_address = flags.coordinator_address or None  # a variable that is not set
   if flags.host_count is not None and flags.host_index is None:
     # Kubernetes numbers its pods, but does not say how many there are.
     flags.host_index = next((each.process_index for each in found if not each.process_count), None)
@@ -1026,18 +1055,16 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
       )
     if flags.host_count == 1:
       return None
-  first, *others = (flags.coordinator_address or '').split(',')
-  for address in others:
-    addresses.split(address, '--coordinator_address')
-  if flags.host_count is not None and len(others) >= flags.host_count:
+  known = _listed(flags.coordinator_address)
+  if flags.host_count is not None and len(known) > flags.host_count:
     raise ConfigError(
-      f'--coordinator_address names {len(others) + 1} hosts, but --host_count={flags.host_count}.',
+      f'--coordinator_address names {len(known)} hosts, but --host_count={flags.host_count}.',
       fix='Name host 0, or hosts 0, 1, ... in this order.',
       docs='never_down.md#several-hosts',
     )
   info = cluster.detect(
     os.environ,
-    coordinator_address=first or None,
+    coordinator_address=known[0] if known else None,
     process_count=flags.host_count,
     process_index=flags.host_index,
   )
@@ -1189,8 +1216,9 @@ def main(argv: Optional[list[str]] = None) -> int:
     )
 
   fork_server = None
+  where = '' if info is None else ' of this host'
   for index, each in enumerate(first := plans()):
-    print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
+    print(f'launch: process {index}{where}: {each.gpus}; {each.binding.reason}', flush=True)
   if flags.restarts and is_supported():
     fork_server = ForkServer(
       flags.module, argv[split + 1 :], imports=LATER_IMPORTS, env=first[0].env, asks=True
@@ -1216,7 +1244,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       },
       env=os.environ,
       find_problem=find_problem,
-      listed=flags.coordinator_address.split(',') if flags.coordinator_address else (),
+      listed=_listed(flags.coordinator_address),
     )
   elif flags.restarts:
     runner = Agent(start, num_processes=nproc, restarts=flags.restarts, find_problem=find_problem)

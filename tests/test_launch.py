@@ -645,6 +645,13 @@ def test_process_1_of_a_container_leaves_no_zombies_and_passes_signals_on(tmp_pa
     assert container.wait(DEADLINE_SECONDS) == 85
 
 
+def test_a_script_may_turn_restarts_and_spares_off_by_0(tmp_path):
+  flags = ['--spares=0', f'--write_scripts={tmp_path}']
+  assert launch.main(['--restarts=0', *flags]) == 0
+  with raises(ConfigError):
+    launch.main(['--restarts=-1', *flags])
+
+
 def test_restarts_are_for_training_alone():
   with raises(ConfigError):
     launch.main(['--restarts=3', '--module=t5x_gpu.bench', '--', '--gin_file=x.gin'])

@@ -411,6 +411,12 @@ def test_a_message_over_a_link_that_an_earlier_message_of_the_same_poll_closed_i
     '--restarts=3 --host_count=2 --host_index=2 --coordinator_address=node1:62000',
     '--restarts=3 --host_count=2 --host_index=1 --coordinator_address=node1:62000 --spares=2',
     '--restarts=3 --host_count=2 --host_index=1 --coordinator_address=node1:62000,node2',
+    '--restarts=3 --host_count=2 --host_index=0 --coordinator_address=node1:62000,',
+    '--restarts=3 --host_count=2 --host_index=0 --coordinator_address=',
+    '--restarts=3 --host_count=2 --host_index=0 --coordinator_address=0.0.0.0:62000',
+    '--restarts=3 --host_count=2 --host_index=0 --coordinator_address=[::]:62000',
+    '--restarts=3 --host_count=2 --host_index=0 --coordinator_address=a:62000,a:62000',
+    '--restarts=0 --host_count=2 --host_index=0 --coordinator_address=node1:62000',
     '--restarts=3 --host_count=2 --host_index=1 --coordinator_address=a:62000,b:62000,c:62000',
     '--restarts=3 --spares=1',
     '--spares=1',
@@ -419,6 +425,13 @@ def test_a_message_over_a_link_that_an_earlier_message_of_the_same_poll_closed_i
 def test_flags_of_several_hosts_that_do_not_fit_each_other_are_refused(flags):
   with raises(ConfigError):
     launch.main([*flags.split(), '--no_gpu', '--', '--gin_file=x.gin'])
+
+
+def test_addresses_of_hosts_may_have_spaces_after_their_commas():
+  flags = argparse.Namespace(restarts=3, spares=0, host_count=2, host_index=1)
+  flags.coordinator_address = 'node1.cluster:62000, [fd00::1]:62001'
+  assert launch._agents(flags).coordinator_address == 'node1.cluster:62000'
+  assert launch._listed(flags.coordinator_address) == ['node1.cluster:62000', '[fd00::1]:62001']
 
 
 def test_a_kubernetes_pod_knows_the_number_of_its_host(monkeypatch):

@@ -14,5 +14,7 @@ def test_changed_scripts_are_not_overwritten(tmp_path, capsys):
   (tmp_path / 'a/b/train.pbs').unlink()
   with raises(ConfigError):
     launch.main([flag])
+  with raises(ConfigError):
+    launch.main([f'--write_scripts={path}'])
   assert path.read_text().endswith('# mine\n')
   assert not (tmp_path / 'a/b/train.pbs').exists()

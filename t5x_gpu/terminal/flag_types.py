@@ -15,6 +15,13 @@ def positive_int(text: str) -> int:
   return int(text)
 
 
+def whole_number(text: str) -> int:
+  """Returns a whole number of at least 0."""
+  if not text.isdecimal():
+    raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least 0')
+  return int(text)
+
+
 def positive_float(text: str) -> float:
   """Returns a finite number above 0."""
   try:

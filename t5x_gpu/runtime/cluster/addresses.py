@@ -162,7 +162,7 @@ def _open(hosts: Sequence[str], port: int, *, is_fixed: bool) -> tuple[socket.so
 
 
 def _log_all_interfaces(reason: str) -> None:
-  _log.warning('Process 0 listens on all interfaces until all processes have joined: %s.', reason)
+  _log.warning('Listening on all interfaces: %s.', reason)
 
 
 def _server(host: str, port: int) -> socket.socket:
