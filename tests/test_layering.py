@@ -363,6 +363,14 @@ MEETING_POINTS = {
   },
   'layers.backends.tokamax': {'axis_rules.on_each_device', 'ring_attention.RESULTS'},
   'models.remat': {'ring_attention.RESULTS'},  # the name of attention's results
+  # Kernels that are converted before the loop over layers, or over a pipeline's ticks.
+  'layers.rounded': {
+    'axis_rules.varying',
+    'parameters.Parameter',
+    'parameters.Split',
+    'trees.Tree',
+  },
+  'models.precision': {'parameters.Split', 'parameters.as_parameter', 'parameters.is_parameter'},
   # The loop over layers, and parameters that are used after it.
   'models.stack': {'overlap'},
   'models.transformer': {'parameters.over_layers'},

@@ -3,20 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Optional, Union
+from typing import Optional, Union
 
 import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from t5x_gpu.layers import fp8
 from t5x_gpu.layers.backends.choose import hardware
-from t5x_gpu.layers.fp8 import Kernel, LowPrecisionKernel, Quantized, is_quantized, on_kernels
+from t5x_gpu.layers.fp8 import Kernel, Quantized, is_quantized, on_kernels
 from t5x_gpu.partitioning.axis_rules import shard, split_ways, splits_rows, varying, with_axes
-from t5x_gpu.partitioning.parameters import Parameter, Split
-from t5x_gpu.partitioning.trees import Tree
 
 
 def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) -> jax.Array:
@@ -43,17 +40,18 @@ def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) ->
   return _narrow(num_in, x, kernel)
 
 
-def _in_dtype_of_x(num_in: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def in_dtype_of_x(num_in: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Returns `x` times `kernel`, which is rounded to the dtype of `x`; see `contract`."""
   return jnp.tensordot(x, kernel.astype(x.dtype), num_in)
 
 
 def _narrow_backward(
   num_in: int, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  return _gradients(num_in, *saved, gradient, dtype=saved[1].dtype)
+  return gradients(num_in, *saved, gradient, dtype=saved[1].dtype)
 
 
-def _gradients(
+def gradients(
   num_in: int, x: jax.Array, kernel: jax.Array, gradient: jax.Array, *, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the gradients of `x`, and of the kernel in `dtype`, which the matmul writes."""
@@ -68,108 +66,9 @@ def _gradients(
 
 # `contract` of 16-bit activations and a float32 kernel, which it rounds. The matmul of the kernel's
 # gradient writes float32; autodiff would round the gradient and convert it in another pass.
-_narrow = jax.custom_vjp(_in_dtype_of_x, nondiff_argnums=(0,))
+_narrow = jax.custom_vjp(in_dtype_of_x, nondiff_argnums=(0,))
 _narrow.defvjp(
-  lambda num_in, x, kernel: (_in_dtype_of_x(num_in, x, kernel), (x, kernel)), _narrow_backward
-)
-
-
-@flax.struct.dataclass
-class RoundedKernel(LowPrecisionKernel):
-  """A kernel that is rounded once for several matmuls, whose gradients add up unrounded.
-
-  Attributes:
-    values: [inputs..., features...] in 16 bits; not differentiated.
-    port: float32 array of the same shape that is never read, as in `Quantized`; its gradient is the
-      kernel's.
-    added_later: whether its gradient is added to an entry of a stack (`InPlace`). XLA would add in
-      the matmul of the gradient, for which it copies the entry out of the stack and back.
-  """
-
-  values: jax.Array
-  port: jax.Array
-  added_later: bool = flax.struct.field(pytree_node=False, default=False)
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    return self.values.shape
-
-  def rearranged(
-    self, function: Callable[..., jax.Array], *others: LowPrecisionKernel
-  ) -> 'RoundedKernel':
-    kernels = self, *others
-    return self.replace(
-      values=function(*(k.values for k in kernels)), port=function(*(k.port for k in kernels))
-    )
-
-  def product(self, x: jax.Array, num_in: int) -> jax.Array:
-    arrays = x, self.values, self.port
-    axes = set().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    product = _Rounded(num_in, self.added_later)
-    return _rounded_product(product, *(varying(array, tuple(axes)) for array in arrays))
-
-
-def rounded_kernel(kernel: jax.Array, dtype: DTypeLike) -> RoundedKernel:
-  """Returns a float32 kernel, rounded to `dtype`."""
-  return RoundedKernel(jax.lax.stop_gradient(kernel.astype(dtype)), kernel)
-
-
-@flax.struct.dataclass
-class RoundedOnce(Parameter):
-  """Kernels stacked [layers, ...] that every device holds whole, rounded once for many uses.
-
-  Attributes:
-    param: the differentiated parameter.
-    values: `param` in 16 bits; not differentiated.
-  """
-
-  param: Split
-  values: jax.Array
-
-  @property
-  def split(self) -> Split:
-    return self.param
-
-  @property
-  def is_converted(self) -> bool:
-    return True
-
-  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> RoundedKernel:
-    del dtype, wide  # the gradient is float32
-    return RoundedKernel(self.values, self.param.part, added_later=True)
-
-  def convert(self, function: Callable[[Split], Parameter]) -> Parameter:
-    return self.replace(param=function(self.param))
-
-  def as_gradient(self, part: jax.Array, others: Tree) -> 'RoundedOnce':
-    return RoundedOnce(self.param.as_gradient(part, others), None)
-
-  def others(self, gradient: RoundedKernel) -> None:
-    del gradient
-
-  def unreduced(self, gradient: RoundedKernel) -> jax.Array:
-    return gradient.port
-
-
-class _Rounded(NamedTuple):
-  num_in: int
-  added_later: bool
-
-
-_rounded_product = jax.custom_vjp(
-  lambda p, x, values, port: _in_dtype_of_x(p.num_in, x, values), nondiff_argnums=(0,)
-)
-
-
-def _rounded_backward(
-  p: _Rounded, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, None, jax.Array]:
-  dx, dw = _gradients(p.num_in, *saved, gradient, dtype=jnp.float32)
-  return dx, None, jax.lax.optimization_barrier(dw) if p.added_later else dw
-
-
-_rounded_product.defvjp(
-  lambda p, x, values, port: (_in_dtype_of_x(p.num_in, x, values), (x, values)), _rounded_backward
+  lambda num_in, x, kernel: (in_dtype_of_x(num_in, x, kernel), (x, kernel)), _narrow_backward
 )
 
 

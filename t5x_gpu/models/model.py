@@ -49,8 +49,8 @@ class Model:
       'decoder').
     gathers_layers: `run_layers` runs layers with `scan_layers`. Data parallelism then sums a
       layer's gradients as soon as they are known.
-    takes_rounded_kernels: kernels of the layers may be `RoundedKernel`s (layers/dense.py). Modules
-      of Flax, for example, take arrays only.
+    takes_rounded_kernels: kernels of the layers may be `RoundedKernel`s (layers/rounded.py).
+      Modules of Flax, for example, take arrays only.
     couples_rows: the loss of a row depends on other rows, so microbatches would change the loss.
     classifies: each row has one label, rather than a target per token.
     tags: each word has a label: `logits` are [batch, length, classes].

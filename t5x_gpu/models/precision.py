@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers import fp8
-from t5x_gpu.layers.dense import RoundedOnce, rounded_kernel
 from t5x_gpu.layers.mxfp8 import in_mxfp8
+from t5x_gpu.layers.rounded import RoundedOnce, rounded_kernel
 from t5x_gpu.partitioning.layer_stacks import Params
 from t5x_gpu.partitioning.parameters import Split, as_parameter, is_parameter
 from t5x_gpu.runtime.topology import Device

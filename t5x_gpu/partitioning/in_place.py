@@ -35,7 +35,6 @@ from t5x_gpu.partitioning.parameters import (
   Split,
   Weights,
   is_parameter,
-  keep_activations_only,
   whole,
 )
 from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree
@@ -54,7 +53,14 @@ def run_in_place(
 ) -> Tree:
   """Returns `carry` after the layers of a block, as `over_layers`; all `params` are `InPlace`."""
   leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
-  loop = _Loop(layer, treedef, dtype, policy or keep_activations_only, leaves[0].size, unroll)
+  loop = _Loop(
+    layer,
+    treedef,
+    dtype,
+    policy or jax.checkpoint_policies.everything_saveable,
+    leaves[0].size,
+    unroll,
+  )
   layers = jax.custom_vjp(loop.forward)
   layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)
   places = jnp.asarray(leaves[0].start, jnp.int32), jnp.asarray(first_layer, jnp.int32)
@@ -101,6 +107,9 @@ class InPlace(Parameter):
 
   def unreduced(self, gradient: Weights) -> jax.Array:
     return self.param.unreduced(gradient)
+
+  def __mul__(self, factor: float) -> 'InPlace':
+    return self.replace(param=self.param * factor)
 
 
 # Index of the block's first layer in the stack, and its number in the model.

@@ -237,6 +237,15 @@ class PipelineRun:
   def stacks(self) -> tuple[str, ...]:
     return self.pieces.stacks
 
+  @property
+  def adds_in_place(self) -> bool:
+    """Whether a block adds its layers' gradients to earlier gradients, in place.
+
+    Not with a ring: under 1f1b, XLA on CPUs (0.10.2) then mixes up hops of the forward loop and of
+    the backward loop, which do not depend on each other.
+    """
+    return self.pieces.gathers_layers and self.table.skip_idle
+
   def microbatch(self, index: jax.Array) -> Tree:
     """Returns the microbatch [rows, ...]."""
     return at(self.microbatches, index)
@@ -292,12 +301,13 @@ class PipelineRun:
     params = self.complete(params)
     block = unit // table.num_microbatches % table.repeats
     size = num_layers(params, stack) // table.repeats
-    if self.pieces.gathers_layers:
+    if self.adds_in_place:
       params = self._on_layers(lambda p: _in_place(p, block * size, size), stack, params)
     elif table.repeats > 1:
-      params = self._on_layers(
-        lambda w: jax.lax.dynamic_slice_in_dim(w, block * size, size), stack, params
+      of_block = functools.partial(
+        jax.tree.map, lambda w: jax.lax.dynamic_slice_in_dim(w, block * size, size)
       )
+      params = self._on_layers(of_block, stack, params)
     return self.varying(
       run_layers(
         self.pieces,
@@ -705,7 +715,7 @@ def _block_vjp(
     stack: the stack of the block.
     grads: gradients so far; `pull` gets them again, with the same gradients of layers.
   """
-  earlier = grads if run.pieces.gathers_layers else None
+  earlier = grads if run.adds_in_place else None
   y, transpose = jax.vjp(
     lambda params, x: run.run_block(params, x, unit, stage, stack, earlier), params, x
   )

@@ -71,6 +71,18 @@ def test_slices_and_updates_in_place_touch_only_their_part_and_loops_count_each_
   )
 
 
+def test_an_update_that_reads_its_own_part_does_not_read_the_whole_array():
+  zero = '  %zero = s32[] constant(0)\n  %row ='
+  row = '  %row = f32[1,8,16]{2,1,0} bitcast(%x)\n'
+  adds = """  %new = f32[1,8,16]{2,1,0} bitcast(%x)
+  %old = f32[1,8,16]{2,1,0} dynamic-slice(%to, %i, %zero, %zero), dynamic_slice_sizes={1,8,16}
+  %row = f32[1,8,16]{2,1,0} add(%old, %new)
+"""
+  assert zero in STEP and row in STEP
+  before, after = (traffic(kernel_traffic(hlo)) for hlo in (STEP, STEP.replace(row, adds)))
+  assert after.other_bytes == before.other_bytes + ARRAY
+
+
 def test_a_fusion_on_another_stream_counts_as_the_same_fusion():
   fusion = '%layer = bf16[1,8,16]{2,1,0} fusion(%all, %i), kind=kLoop, calls=%one_layer'
   started = (

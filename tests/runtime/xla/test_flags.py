@@ -305,10 +305,11 @@ def test_a_gather_inside_a_host_is_that_of_a_layer_where_it_is_one_layer_ahead()
     assert selected.compile_options[GATHER] == threshold * 2**20
 
 
-def test_xla_computes_nothing_again_under_accumulation_by_layer():
+def test_xla_computes_nothing_again_under_accumulation_by_layer_and_in_pipelines():
   disabled = 'xla_disable_hlo_passes'
   machine = dict(gpu='h100', num_hosts=1)
-  assert presets.select(**machine, by_layer=True).compile_options[disabled] == 'rematerialization'
+  for options in (dict(by_layer=True), dict(mesh_axes=('stage',))):
+    assert presets.select(**machine, **options).compile_options[disabled] == 'rematerialization'
   assert disabled not in presets.select(**machine).compile_options
 
 

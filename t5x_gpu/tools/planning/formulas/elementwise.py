@@ -8,7 +8,7 @@ import dataclasses
 
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.runtime.xla.presets import LARGE_LAYER_BYTES
-from t5x_gpu.tools.planning.formulas.step_memory import kept_features
+from t5x_gpu.tools.planning.formulas.step_memory import bytes_of_all_layers, kept_features
 from t5x_gpu.tools.planning.formulas.step_shape import StackShape, StepShape
 from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes, layer_bytes
 
@@ -56,9 +56,10 @@ _STACK = 4.4
 # Passes over a layer's inputs, outputs and their gradients by its loop over microbatches.
 _MICROBATCH = 10.0
 # Bytes per parameter: to convert it; to write its gradient into the stack of all layers; to add a
-# microbatch's gradient; to copy it, gathered, forward and backward; and of all this in a tick of a
-# pipeline, which converts it three times.
-_CONVERTED, _GRADIENT, _ADDED, _COPIED, _WEIGHTS_OF_TICK = 6.0, 6.0, 12.0, 16.0, 40.0
+# microbatch's gradient; and to copy it, gathered, forward and backward.
+_CONVERTED, _GRADIENT, _ADDED, _COPIED = 6.0, 6.0, 12.0, 16.0
+# Copies of a kernel out of the stack of a pipeline's stage in a tick, each a read and a write.
+_COPIES_OF_TICK = 3
 # Passes over an operand in 16 bits by its largest value and its conversion to 8 bits.
 _CONVERSION = 2.3
 
@@ -89,7 +90,11 @@ def of_layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Pass
     pairs = shape.tokens(stack) * stack.length * stack.num_layers
     sums = Passes(0, 4.0 * pairs * c.num_heads / shape.model, 0)
   found = of_token * (shape.item_bytes * tokens) + sums
-  return dataclasses.replace(found, again=found.again if shape.keeps != 'none' else 0.0)
+  if shape.keeps == 'none':
+    return dataclasses.replace(found, again=0.0)
+  # A pipeline repeats a stage, and then what the policy does not keep.
+  twice = shape.stage > 1 and c.remat_policy != 'none'
+  return dataclasses.replace(found, again=(1 + twice) * found.again)
 
 
 def of_stacks(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
@@ -145,7 +150,11 @@ def of_weights(program: Program, shape: StepShape) -> float:
   gathers = layout.mesh.shape['fsdp'] > 1 and layout.zero_stage == 3
   passes = 1 if shape.by_layer else shape.passes
   if layout.pipeline:
-    return _WEIGHTS_OF_TICK * held * passes
+    of_layers = bytes_of_all_layers(program) / 4
+    copied = 2 * _COPIES_OF_TICK * (1 if shape.config.fp8 else shape.item_bytes)
+    others = _CONVERTED + _ADDED if layout.pipeline.schedule == '1f1b' else _CONVERTED
+    in_ticks = (copied + _ADDED) * of_layers + others * (held - of_layers)
+    return in_ticks * passes + _CONVERTED * of_layers
   layers = sum(stack.num_layers for stack in shape.stacks if stack.has_loop)
   of_layers = layer_bytes(program) / 2 * layers / max(len(shape.stacks), 1)
   of_parameter = _CONVERTED + _GRADIENT + _ADDED * (passes > 1 or shape.by_layer)

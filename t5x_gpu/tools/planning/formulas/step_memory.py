@@ -140,15 +140,15 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   if shape.ids_in_parts:  # the logits' gathered input is freed, its gradient not yet sent
     head = head * 4 // (shape.item_bytes + 4)
   while_layers = gradients + layer + weights + stack + head
-  if layout.pipeline:  # a tick computes layers and loss, and adds the layers' gradients to the sum
-    of_layers = _bytes_of_all_layers(program)
-    share = of_layers / bytes_per_device(state.params)
+  if layout.pipeline:  # a tick computes layers and loss; kernels are converted before the ticks
+    of_layers = bytes_of_all_layers(program)
     in_last_tick = of_layers if layout.region.sums_in_last_tick else 0
-    in_fp8 = of_layers // 2 if c.fp8 else 0  # in 8 bits, along inputs and along features
+    # In 8 bits, along inputs and along features; or in 16 bits.
+    converted = of_layers // 2 if shape.item_bytes < 4 else 0
     return found | {
-      GRADIENTS: int((1 + share) * gradients) + in_last_tick,
+      GRADIENTS: gradients + in_last_tick,
       LAYER: layer,
-      WEIGHTS: weights + stack + in_fp8,
+      WEIGHTS: weights + stack + converted,
       LOSS: logits + kernel,
     }
   own = 0 if split else 4 * kernel // shape.item_bytes
@@ -158,7 +158,7 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   return found | {GRADIENTS: min(own, gradients), LAYER: 0, WEIGHTS: 0, LOSS: logits + kernel}
 
 
-def _bytes_of_all_layers(program: Program) -> int:
+def bytes_of_all_layers(program: Program) -> int:
   """Returns the bytes of the layers' parameters on one device."""
   pairs = zip(jax.tree.leaves(program.abstract_state.params), jax.tree.leaves(program.names.params))
   return bytes_per_device([array for array, names in pairs if 'layers' in names.names])
@@ -196,8 +196,10 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
   width, tokens = kept_features(shape, c, stack), shape.tokens(stack)
   pipeline = program.layout.pipeline
   if pipeline:
-    of_microbatch = shape.item_bytes * width * tokens / pipeline.num_microbatches
-    return (pipeline.kept_inputs + stack.num_layers) * of_microbatch
+    of_microbatch = shape.item_bytes * tokens / pipeline.num_microbatches
+    in_tick = kept_features(dataclasses.replace(shape, keeps=c.remat_policy), c, stack)
+    in_tick *= stack.num_layers / pipeline.num_blocks
+    return (pipeline.kept_inputs * width + in_tick) * of_microbatch
   if shape.keeps != 'full' and shape.passes > 1:
     tokens /= shape.passes
   bytes_ = shape.item_bytes * stack.num_layers * tokens * width

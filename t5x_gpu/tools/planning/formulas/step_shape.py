@@ -100,6 +100,23 @@ class StepShape:
     """Bytes of one activation."""
     return 2 if self.config is None or self.config.dtype in ('bfloat16', 'fp8') else 4
 
+  @property
+  def repeats(self) -> int:
+    """How often the backward pass repeats the forward pass of the layers' matmuls.
+
+    A pipeline repeats a stage to keep the activations of one microbatch at a time. Under 'full', it
+    then keeps only the layers' inputs, and repeats each layer once more.
+    """
+    return int(self.recomputes == 'layers') + self._repeats_twice('full')
+
+  @property
+  def repeats_attention(self) -> int:
+    """How often the backward pass repeats the forward pass of attention."""
+    return int(bool(self.recomputes)) + self._repeats_twice('full', 'offload', 'minimal')
+
+  def _repeats_twice(self, *policies: str) -> int:
+    return int(self.stage > 1 and self.config is not None and self.config.remat_policy in policies)
+
   def tokens(self, stack: StackShape) -> int:
     """Positions of a stack on this device, in a step."""
     return self.rows * stack.length // self.context

@@ -208,7 +208,7 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
     of_stack = dict(batch=shape.rows, num_layers=stack.num_layers, dtype_bytes=shape.item_bytes)
     length = stack.length // mesh['context']
     if mesh['model'] > 1:
-      recomputed = 2 if layout.pipeline else again
+      recomputed = 1 + shape.repeats if layout.pipeline else again
       sizes = dict(of_stack, length=length, embed_dim=c.embed_dim, model=mesh['model'])
       function = sequence_parallel if shape.sequence_parallel else tensor_parallel
       runs = (4 + recomputed + 2 * shape.references) * stack.num_layers * shape.passes

@@ -144,7 +144,7 @@ def _gemms(
 ) -> Iterator[Work]:
   """Yields products of `tokens` rows with kernels of `sizes`, (inner, columns, how many)."""
   config = shape.config
-  times = 1 + 1 + shape.trains_kernels + (shape.recomputes == 'layers') + shape.references
+  times = 1 + 1 + shape.trains_kernels + shape.repeats + shape.references
   for inner, columns, number in sizes:
     forward = 2.0 * tokens * inner * columns * number * stack.num_layers
     rows = max(int(tokens // shape.passes), 1)
@@ -152,7 +152,7 @@ def _gemms(
       part=part,
       kind='fp8_gemm' if fp8 and config.fp8 else 'gemm',
       flops=forward * times,
-      recomputed_flops=forward * (shape.recomputes == 'layers'),
+      recomputed_flops=forward * shape.repeats,
       num_bytes=times
       * stack.num_layers
       * number
@@ -192,19 +192,23 @@ def _attention(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Ite
     if backend != 'dense':
       pairs = _pairs(c, stack.length, length, causal=causal)
     forward = 4.0 * shape.rows * pairs * heads * c.head_dim * layers / shape.context
-    again = forward if shape.recomputes else 0.0
+    again = forward * shape.repeats_attention
     backward = (_ATTENTION_BACKWARD if kernel else 2.0) * forward
     num_bytes = 0.0
     if not kernel:  # logits and weights in float32 go through memory
       logits = 4.0 * shape.rows * pairs * heads * layers / shape.context
-      num_bytes = _LOGIT_PASSES * logits * (1.0 + 0.5 * (bool(again) + shape.references))
+      num_bytes = (
+        _LOGIT_PASSES * logits * (1.0 + 0.5 * (shape.repeats_attention + shape.references))
+      )
     yield Work(
       part=ATTENTION,
       kind='attention',
       flops=(1 + shape.references) * forward + backward + again,
       recomputed_flops=again,
       num_bytes=num_bytes,
-      runs=layers * shape.passes * ((2 if kernel else 8) + bool(again) + shape.references),
+      runs=layers
+      * shape.passes
+      * ((2 if kernel else 8) + shape.repeats_attention + shape.references),
       backend=backend,
     )
 
