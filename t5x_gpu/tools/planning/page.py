@@ -27,6 +27,7 @@ from t5x_gpu.tools.planning.formulas.step_memory import (
   GRADIENTS,
   LAYER,
   LOSS,
+  MICROBATCHES,
   OPTIMIZER,
   PARAMETERS,
   STACK,
@@ -166,7 +167,7 @@ _WAITING, _BUBBLE = 'waiting for collectives', 'pipeline bubble'
 _ARGUMENTS, _TEMPORARIES = 'parameters, optimizer state, batch', 'temporaries'
 _OUTPUTS = 'outputs'
 # Component or part -> number of its color, in drawing order. Adding ten gives the same color with a
-# pattern: XLA's allocation, next to the parts of it that formulas know.
+# pattern: XLA's allocation, next to the parts of it that formulas know; and the eleventh part.
 _MEMORY_COLORS = {
   PARAMETERS: 0,
   OPTIMIZER: 1,
@@ -177,6 +178,7 @@ _MEMORY_COLORS = {
   GRADIENTS: 2,
   ACTIVATIONS: 3,
   LAYER: 4,
+  MICROBATCHES: 14,
   WEIGHTS: 5,
   STACK: 8,
   LOSS: 6,

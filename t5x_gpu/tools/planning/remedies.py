@@ -445,7 +445,7 @@ def _least_hosts(change: Change, prediction: Prediction) -> Optional[int]:
   memory, rows = prediction.memory, change.config.train_dataset_cfg.batch_size
   split = [PARAMETERS, OPTIMIZER, GRADIENTS, STACK]
   if rows * prediction.mesh.get('model', 1) > prediction.num_gpus:  # several rows on each
-    split.append(ACTIVATIONS)
+    split += [ACTIVATIONS, MICROBATCHES]
   split_bytes = sum(memory.components.get(name, 0) for name in split)
   room = memory.pool_bytes - (memory.needed_bytes - split_bytes)
   return math.ceil(prediction.num_hosts * split_bytes / room) if room > 0 else None

@@ -214,7 +214,7 @@ LEAST_BYTES = 2**20  # less is norms and sums of the loss
 # In a pipeline without `model`, summing in the last tick takes more copies of the gradients.
 # In FP8, a pipeline also keeps its kernels in 8 bits. For A100 and for 8 hosts, XLA keeps the whole
 # gradient of the tied table while the last layer computes. With `dots`, the loss keeps a chunk
-# after its loop. By layer, the last norm takes all rows at once.
+# after its loop.
 # On one GPU (1x1), where layers run without a loop, XLA keeps about one array of logits longer.
 MEMORY_OF = {
   'decoder_base dp h100 1x1': 0.15,
@@ -223,7 +223,6 @@ MEMORY_OF = {
   'decoder_base pp h100 1x8 overlap_layers': 0.15,
   'decoder_base 3d h100 1x8 fp8': 0.15,
   'llama3_2_1b fsdp a100-80 1x8': 0.15,
-  'llama3_2_1b fsdp h100 1x8 by layer': 0.15,
   'llama3_2_1b fsdp h100 8x8': 0.15,
 }
 TRAFFIC_OF = {

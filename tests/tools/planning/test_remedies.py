@@ -130,7 +130,7 @@ def test_the_least_number_of_gpus_names_hosts_where_there_are_several(planner):
   [
     ('fsdp', 8, 4096, 16, 8),
     # Three groups of eight GPUs cannot share 64 rows.
-    pytest.param('tp', 64, 8192, 24, 66, marks=pytest.mark.slow),
+    pytest.param('tp', 64, 4096, 24, 66, marks=pytest.mark.slow),
   ],
 )
 def test_the_run_fits_on_the_least_number_of_gpus(planner, layout, rows, length, gpus, batch):

@@ -22,11 +22,15 @@ from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes
 
 PARAMETERS, OPTIMIZER, BATCH = 'parameters', 'optimizer state', 'batch'
 GRADIENTS, ACTIVATIONS, LAYER = 'gradients', 'stored activations', 'working set of a layer'
+MICROBATCHES = 'inputs and gradients of a layer'
 WEIGHTS, STACK, LOSS = 'weights of a layer', 'copy of the largest stack', 'logits and loss'
 FRAGMENTATION = 'fragmentation'
 _ARGUMENTS = (PARAMETERS, OPTIMIZER, BATCH)
 # Share of the GPU's memory if no preset sets it: XLA's default.
 _DEFAULT_FRACTION = 0.75
+# Gradients of a layer in float32 that accumulation by layer keeps: of the first microbatch; the sum
+# of the others, and the zeros that it starts from; of the layer before, which are being reduced.
+_GRADIENTS_BY_LAYER = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +138,17 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   # The peak is in the backward pass of the last layer, or while the loss is computed.
   logits, kernel = _head(program, shape, c)
   layer = int(max(_working_set(shape, c, stack) for stack in shape.stacks))
-  weights, stack = _weights(program, shape)
+  parameters, stack = _of_a_layer(program)
+  gathered = int(parameters * 2 * shape.item_bytes)
+  gradients_of_layer = int(early)
+  if shape.by_layer:
+    found[MICROBATCHES] = _of_all_microbatches(shape, c)
+    gradients_of_layer = _GRADIENTS_BY_LAYER * shape.trains_kernels
+  weights = gathered + int(parameters * 4 * gradients_of_layer)
   split = layout.mesh.shape['fsdp'] > 1
   head = kernel if split else 0
-  if shape.ids_in_parts:  # the logits' gathered input is freed, its gradient not yet sent
+  if shape.ids_in_parts or shape.by_layer:
+    # The logits' gathered kernel is freed, its gradient not yet sent.
     head = head * 4 // (shape.item_bytes + 4)
   while_layers = gradients + layer + weights + stack + head
   if layout.pipeline:  # a tick computes layers and loss; kernels are converted before the ticks
@@ -152,10 +163,14 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
       LOSS: logits + kernel,
     }
   own = 0 if split else 4 * kernel // shape.item_bytes
-  while_loss = logits + kernel + min(own, gradients)
+  in_loss = {LAYER: 0, WEIGHTS: 0}
+  if shape.by_layer:
+    in_loss |= {WEIGHTS: gathered, STACK: stack}
+  while_loss = logits + kernel + min(own, gradients) + sum(in_loss.values())
   if while_layers >= while_loss:
     return found | {LAYER: layer, WEIGHTS: weights, STACK: stack, LOSS: head}
-  return found | {GRADIENTS: min(own, gradients), LAYER: 0, WEIGHTS: 0, LOSS: logits + kernel}
+  in_loss |= {GRADIENTS: min(own, gradients), LOSS: logits + kernel}
+  return found | in_loss
 
 
 def bytes_of_all_layers(program: Program) -> int:
@@ -261,11 +276,26 @@ def _working_set(shape: StepShape, c: TransformerConfig, stack: StackShape) -> f
   return shape.item_bytes * tokens * width + _attention_logits(shape, c, stack)
 
 
-def _weights(program: Program, shape: StepShape) -> tuple[int, int]:
-  """Returns (a layer's weights, a copy of the largest stack of parameters).
+def _of_all_microbatches(shape: StepShape, c: TransformerConfig) -> int:
+  """Returns the bytes of a layer's inputs and gradients under accumulation by layer.
 
-  The weights are in the compute dtype, twice, with their gradients, whole over fsdp. The copy has
-  the order in which fsdp gathers.
+  The other layers' inputs are stored activations.
+  """
+  bytes_of_token = shape.item_bytes * _width(shape, c)[0]
+  rows = bytes_of_token * max(shape.tokens(stack) for stack in shape.stacks)
+  encoded = shape.rows * max(stack.cross_length for stack in shape.stacks) // shape.context
+  # A loop over all microbatches but the first reads the layer's inputs and the gradients of its
+  # outputs, and writes gradients of its inputs into zeros, which XLA keeps; where layers read an
+  # encoder's output, the same again for it. XLA computes the gradient of the last norm's scale
+  # after the layers, from the norm's inputs and the gradients of its outputs.
+  in_loop = 4 * (1 - 1 / shape.passes) * (rows + bytes_of_token * encoded)
+  return int(in_loop + 2 * rows)
+
+
+def _of_a_layer(program: Program) -> tuple[float, int]:
+  """Returns (a layer's parameters, the bytes of a copy of the largest stack of parameters).
+
+  The layer is whole over fsdp. The copy has the order in which fsdp gathers.
   """
   layout = program.layout
   ways = layout.mesh.shape['fsdp'] if layout.zero_stage == 3 else 1
@@ -278,8 +308,7 @@ def _weights(program: Program, shape: StepShape) -> tuple[int, int]:
       number = local[axis_names.names.index('layers')]
       of_layer += ways * math.prod(local) / number
       largest = max(largest, 4 * math.prod(local))
-  early = layout.region.splits_gradients(program.config.num_microbatches)
-  return int(of_layer * (2 * shape.item_bytes + 4 * early)), int(largest * (ways > 1))
+  return of_layer, int(largest * (ways > 1))
 
 
 def _head(program: Program, shape: StepShape, c: TransformerConfig) -> tuple[int, int]:
