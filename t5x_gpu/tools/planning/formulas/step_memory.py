@@ -282,14 +282,16 @@ def _of_all_microbatches(shape: StepShape, c: TransformerConfig) -> int:
   The other layers' inputs are stored activations.
   """
   bytes_of_token = shape.item_bytes * _width(shape, c)[0]
-  rows = bytes_of_token * max(shape.tokens(stack) for stack in shape.stacks)
+  tokens = max(shape.tokens(stack) for stack in shape.stacks)
+  rows = bytes_of_token * tokens
   encoded = shape.rows * max(stack.cross_length for stack in shape.stacks) // shape.context
   # A loop over all microbatches but the first reads the layer's inputs and the gradients of its
   # outputs, and writes gradients of its inputs into zeros, which XLA keeps; where layers read an
   # encoder's output, the same again for it. XLA computes the gradient of the last norm's scale
-  # after the layers, from the norm's inputs and the gradients of its outputs.
+  # after the layers, from the norm's inputs and the gradients of its outputs. The loss has computed
+  # these gradients, which no sequence parallelism splits.
   in_loop = 4 * (1 - 1 / shape.passes) * (rows + bytes_of_token * encoded)
-  return int(in_loop + 2 * rows)
+  return int(in_loop + rows + shape.item_bytes * c.embed_dim * tokens)
 
 
 def _of_a_layer(program: Program) -> tuple[float, int]:
