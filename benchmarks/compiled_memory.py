@@ -74,6 +74,10 @@ ACCUMULATING = (
 )
 
 
+# Schedule of a pipeline -> gin bindings.
+PIPELINES = {'1f1b': (), 'circular': ('Partitioner.pipeline_repeats = 5',)}
+
+
 def _decoder(
   layout: str, rows: int, *bindings: str, model: str = 'llama3_8b', remat: str = 'full', **more: Any
 ) -> Case:
@@ -124,6 +128,25 @@ CASES = (
       ('by layer', ()),
       ('by microbatch', ("Partitioner.accumulate_by = 'microbatch'", f'REMAT_POLICY = {remat!r}')),
     )
+  ),
+  *(
+    Case(
+      model='llama3_70b',
+      layout='3d',
+      batch=(128, 8192),
+      hosts=8,
+      bindings=(
+        FP8,
+        "REMAT_POLICY = 'full'",
+        'NUM_PARTITIONS = 4',
+        'Partitioner.stage = 8',
+        'Partitioner.num_pipeline_microbatches = 64',
+        f'Partitioner.pipeline_schedule = {schedule!r}',
+        *bindings,
+      ),
+      label=f'tensor 4, 8 stages, {schedule} fp8',
+    )
+    for schedule, bindings in PIPELINES.items()
   ),
 )
 

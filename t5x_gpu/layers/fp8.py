@@ -76,7 +76,7 @@ class Quantized(LowPrecisionKernel):
   """An array whose value is `values * scale`.
 
   Attributes:
-    values: values in 8 bits; an activation's as uint8 (`quantized`).
+    values: values in 8 bits; as uint8 if they are an activation's or rearranged (`_bits`).
     scale: float32 scalar, a power of two.
     port: an array of the same shape that is never read, so compilers drop it. Its gradient is the
       array's gradient: the gradient of `values` could only have 8 bits.
@@ -96,7 +96,8 @@ class Quantized(LowPrecisionKernel):
   def rearranged(self, function: Callable[..., jax.Array], *others: 'Quantized') -> 'Quantized':
     kernels = self, *others  # they share a scale
     return self.replace(
-      values=function(*(k.values for k in kernels)), port=function(*(k.port for k in kernels))
+      values=function(*(_bits(k.values) for k in kernels)),
+      port=function(*(k.port for k in kernels)),
     )
 
   def operand(self, x: Union[jax.Array, 'Quantized']) -> 'Quantized':
@@ -207,9 +208,7 @@ def operand(x: jax.Array, kernel: Kernel) -> Union[jax.Array, Quantized]:
 
 def _quantized(x: jax.Array, amax: Optional[jax.Array]) -> Quantized:
   values, scale = _converted(x, E4M3, amax, Operand.X)
-  # As bits, because `jax.checkpoint` passes saved values through `reduce_precision`, which turns
-  # E4M3 values above 240 into infinities (jax 0.10 to 0.12).
-  return Quantized(jax.lax.bitcast_convert_type(values, jnp.uint8), scale, x)
+  return Quantized(_bits(values), scale, x)
 
 
 quantized = jax.custom_vjp(_quantized)
@@ -218,6 +217,15 @@ quantized.defvjp(
   lambda x, amax: (_quantized(x, amax), seen(amax, Operand.X, x)),
   lambda x_seen, gradient: (gradient.port, x_seen),
 )
+
+
+def _bits(values: jax.Array) -> jax.Array:
+  """Returns E4M3 values as uint8.
+
+  `jax.checkpoint` passes saved values through `reduce_precision`, which turns E4M3 values above 240
+  into infinities (jax 0.10 to 0.12).
+  """
+  return values if values.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(values, jnp.uint8)
 
 
 def _e4m3(values: jax.Array) -> jax.Array:
@@ -271,7 +279,7 @@ def _multiply(p: _Product, *arrays: *_Arguments) -> jax.Array:
   """Returns [..., features] in the dtype of the port of `x`."""
   x8, x_scale, _, w8, w_scale, _, _ = arrays
   last, first = tuple(range(x8.ndim - p.num_in, x8.ndim)), tuple(range(p.num_in))
-  product = _dot(_e4m3(x8), w8, (last, first), x_scale * w_scale, p.x_dtype)
+  product = _dot(_e4m3(x8), _e4m3(w8), (last, first), x_scale * w_scale, p.x_dtype)
   return checkpoint_name(product, PRODUCT)
 
 
@@ -292,7 +300,7 @@ def _backward(p: _Product, saved: _Saved, gradient: jax.Array) -> tuple[Optional
   g8, g_scale = _converted(gradient, E5M2, amax, Operand.GRADIENT)
   rows = tuple(range(x8.ndim - p.num_in))
   features = tuple(range(len(rows), g8.ndim)), tuple(range(p.num_in, w8.ndim))
-  dx = _dot(g8, w8, features, g_scale * w_scale, p.x_dtype)
+  dx = _dot(g8, _e4m3(w8), features, g_scale * w_scale, p.x_dtype)
   dw = _dot(_e4m3(x8), g8, (rows, rows), x_scale * g_scale, p.kernel_dtype)
   return None, None, dx, None, None, dw, seen(amax, Operand.GRADIENT, gradient)
 

@@ -81,7 +81,8 @@ class RoundedOnce(Parameter):
 
   def whole(self, dtype: DTypeLike, *, wide: bool = False) -> RoundedKernel:
     del dtype, wide  # the gradient is float32
-    return RoundedKernel(self.values, self.param.part, added_later=True)
+    port = varying(self.param.part, self.param.dims.sum_axes)  # its gradient is not yet summed
+    return RoundedKernel(self.values, port, added_later=True)
 
   def convert(self, function: Callable[[Split], Parameter]) -> Parameter:
     return self.replace(param=function(self.param))

@@ -121,6 +121,8 @@ CASES = (
   ),
   # The default: one layer after the other.
   _llama('fsdp', 'NUM_MICROBATCHES = 4', rows=64, label='by layer'),
+  # XLA would end the process without the preset.
+  _small('hsdp', hosts=2, bindings=('NUM_MICROBATCHES = 4',), label='by layer'),
   # Precision.
   _llama('fsdp', "PRECISION = 'fp8'", label='fp8'),
   _llama('fsdp', "PRECISION = 'fp8'", model='llama3_8b', label='fp8'),

@@ -24,6 +24,9 @@ MODELS = {
   'one_layer': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=1)),
   'bfloat16': DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='bfloat16')),
   'fp8': DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='fp8_float32')),
+  # Kernels are rounded before the ticks of a pipeline.
+  'stages_in_fp8': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=4, dtype='fp8')),
+  'stages': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=4, dtype='bfloat16')),
   # The encoder's first layer comes last; the decoder's is summed with the others.
   'encoder_decoder': EncoderDecoderModel(CONFIG),
   # Rows of the token table are looked up in parts, and the logits gather it.
@@ -35,6 +38,7 @@ MODELS = {
   ('name', 'mesh'),
   [
     ('none', HSDP),
+    ('stages', dict(stage=2, data=4)),
     *(
       pytest.param(name, mesh, marks=pytest.mark.slow)
       for name, mesh in [
@@ -45,6 +49,7 @@ MODELS = {
         ('fp8', HSDP),
         ('encoder_decoder', dict(fsdp=8)),
         ('tied', HSDP),
+        ('stages_in_fp8', dict(stage=2, num_partitions=2, sequence_parallel=True)),
         # Gradients of the first microbatch reach the first layer through its port.
         ('none', dict(num_microbatches=2, accumulate_by='microbatch', **HSDP)),
       ]

@@ -227,16 +227,30 @@ TABLE: tuple[XlaSetting, ...] = (
       ),
     )
   ),
-  XlaSetting(
-    'compile_option',
-    'xla_gpu_enable_while_loop_unrolling',
-    'WHILE_LOOP_UNROLLING_DOUBLE_BUFFER',
-    ('default',),
-    'Two ticks of a pipeline per iteration. O1 chooses by itself, and XLA then ends the process '
-    '(hlo_alias_analysis.cc:168, jax 0.10.2) in `pp` with overlap_layers.',
-    _XLA_PROTO,
-    axes=('stage',),
-    several_gpus=True,
+  *(
+    XlaSetting(
+      'compile_option',
+      'xla_gpu_enable_while_loop_unrolling',
+      'WHILE_LOOP_UNROLLING_DOUBLE_BUFFER',
+      ('default',),
+      f'{where}. O1 chooses by itself, and XLA then ends the process (hlo_alias_analysis.cc, jax '
+      f'0.10.2) {crashes}.',
+      _XLA_PROTO,
+      several_gpus=True,
+      **applies,
+    )
+    for where, crashes, applies in (
+      (
+        'Two ticks of a pipeline per iteration',
+        'in `pp` with overlap_layers',
+        {'axes': ('stage',)},
+      ),
+      (
+        'Two layers per iteration',
+        'in `hsdp` with four microbatches',
+        {'axes': ('data',), 'without_axes': ('stage',), 'by_layer': True},
+      ),
+    )
   ),
   *(
     _overlap(f'xla_gpu_enable_pipelined_{kind}', True, _PIPELINE, _TOOLBOX)

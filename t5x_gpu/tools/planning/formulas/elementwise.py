@@ -40,8 +40,9 @@ class Passes:
 # Passes over the residual stream by the sum and the norm of a block, by its second norm, and by the
 # second sum of a LayerNorm.
 _BLOCK, _SECOND_NORM, _LAYER_NORM = Passes(3.5, 9.5, 3.5), Passes(1, 6, 1), Passes(0, 2, 0)
-# Passes over the residual stream gathered over `model`: gathers, and sums before it is scattered.
-_GATHERED = Passes(2, 4, 2)
+# Passes over the residual stream gathered over `model`, by the sum of the gradients of the inputs
+# of queries, keys and values.
+_GATHERED = Passes(0, 3, 0)
 # Passes over queries and keys by rotary positions, by their norms, and by the sums over the query
 # heads that share a key.
 _ROTARY, _HEAD_NORM, _GROUPED = Passes(2, 3.6, 2), Passes(2, 4, 2), Passes(0, 2, 0)
