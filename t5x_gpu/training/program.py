@@ -217,7 +217,7 @@ def build_program(
     eval_step=make_eval_step(config, form),
   )
   layout = form.with_costs(shapes)
-  layout = dataclasses.replace(layout, notes=(*layout.notes, *_void_settings(config, layout)))
+  layout = dataclasses.replace(layout, notes=(*layout.notes, *_notes_on_remat(config, layout)))
   return Program(
     config,
     layout,
@@ -229,20 +229,24 @@ def build_program(
   )
 
 
-def _void_settings(config: StepConfig, layout: Layout) -> tuple[str, ...]:
-  """Returns notes on settings that another one makes void."""
+def _notes_on_remat(config: StepConfig, layout: Layout) -> tuple[str, ...]:
+  """Returns notes on a `remat_policy` that another setting makes void or costly."""
   of_model = config_of(config.model)
-  reason = None
-  if layout.pipeline is not None:
-    reason = 'a pipeline'
-  elif layout.region.by_layer(config.num_microbatches):
-    reason = "Partitioner.accumulate_by = 'layer'"
-  if of_model is None or of_model.remat_policy == 'full' or reason is None:
+  if of_model is None:
     return ()
-  return (
-    f'TransformerConfig.remat_policy = {of_model.remat_policy!r} has no effect: {reason} computes '
-    'each layer again in the backward pass',
-  )
+  setting = f'TransformerConfig.remat_policy = {of_model.remat_policy!r}'
+  is_full = of_model.remat_policy == 'full'
+  if layout.pipeline is not None and is_full:
+    return (
+      f'{setting} computes each layer twice in the backward pass: a pipeline computes a stage '
+      "again in any case; 'minimal' keeps the activations of one microbatch instead",
+    )
+  if layout.region.by_layer(config.num_microbatches) and not is_full:
+    return (
+      f"{setting} has no effect: Partitioner.accumulate_by = 'layer' computes each layer again in "
+      'the backward pass',
+    )
+  return ()
 
 
 def host_counts(program: Program) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ class Variant:
     """Returns whether the run `config` is already computed as this variant."""
     if self.num_microbatches != config.num_microbatches:
       return False
-    if _keeps_inputs_only(dict(self.layout), self.num_microbatches):
+    if _is_by_layer(dict(self.layout), self.num_microbatches):
       config = _without_void_settings(config)
     ours, theirs = self.applied(config), config.partitioner
     try:
@@ -99,7 +99,7 @@ def policies(
   """Returns values of TransformerConfig.remat_policy that make a difference."""
   if config_of(config.model) is None:
     return (None,)
-  return ('full',) if _keeps_inputs_only(dict(layout), num_microbatches) else POLICIES
+  return ('full',) if _is_by_layer(dict(layout), num_microbatches) else POLICIES
 
 
 def fewer_chunks(config: PlanConfig, chosen: int) -> tuple[int, ...]:
@@ -183,27 +183,25 @@ def with_overlap(variant: Variant) -> Optional[Variant]:
   """Returns `variant` with overlap_layers; None if that changes nothing."""
   sizes = dict(variant.layout)
   sends = sizes.get('fsdp', 1) > 1 or sizes.get('data', 1) > 1
-  if not sends or _keeps_inputs_only(sizes, variant.num_microbatches):
+  if not sends or 'stage' in sizes or _is_by_layer(sizes, variant.num_microbatches):
     return None
   return dataclasses.replace(variant, layout=_layout(**sizes, overlap_layers=True))
 
 
-def _keeps_inputs_only(sizes: dict[str, Setting], num_microbatches: int) -> bool:
-  """Returns whether layers are recomputed with every policy: pipelines, ZeRO by layer."""
-  by_layer = (
+def _is_by_layer(sizes: dict[str, Setting], num_microbatches: int) -> bool:
+  """Returns whether gradients accumulate by layer, which recomputes layers with every policy."""
+  return (
     num_microbatches > 1
     and sizes.get('fsdp', 1) > 1
     and sizes.get('zero_stage', 3) > 1
     and sizes.get('accumulate_by') != 'microbatch'
+    and 'stage' not in sizes
   )
-  return by_layer or 'stage' in sizes
 
 
 def _without_void_settings(config: PlanConfig) -> PlanConfig:
   """Returns a run that recomputes layers with every policy, as this module writes such runs."""
-  partitioner, model = config.partitioner, config.model
-  if config.num_microbatches > 1:
-    partitioner = dataclasses.replace(partitioner, overlap_layers=False)
+  partitioner, model = dataclasses.replace(config.partitioner, overlap_layers=False), config.model
   if config_of(model) is not None:
     model = with_config(model, remat_policy='full')
   return dataclasses.replace(config, partitioner=partitioner, model=model)
