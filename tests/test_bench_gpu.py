@@ -426,8 +426,9 @@ def test_options_of_a_pipeline_are_compared_with_the_preset():
 
 def test_sends_of_a_pipeline_overlap_with_the_options_of_max_overlap():
   change = step_lib.OPTIONS_OF_A_PIPELINE['pipeline options of max_overlap']
-  assert change({'xla_disable_hlo_passes': 'other', 'xla_gpu_autotune_level': 4}) == {
-    'xla_disable_hlo_passes': 'other,collective-permute-motion',
+  before = {'xla_disable_hlo_passes': 'rematerialization', 'xla_gpu_autotune_level': 4}
+  assert change(before) == {
+    'xla_disable_hlo_passes': 'rematerialization,collective-permute-motion',
     'xla_gpu_experimental_pipeline_parallelism_opt_level': 'PIPELINE_PARALLELISM_OPT_LEVEL_ENABLE',
     'xla_gpu_autotune_level': 4,
   }

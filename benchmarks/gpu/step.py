@@ -175,7 +175,7 @@ def _two_collectives(options: Options) -> Options:
 
 
 def _overlapped_sends(options: Options) -> Options:
-  passes = [*_disabled(options), *_disabled(_OVERLAPPED_SENDS)]
+  passes = dict.fromkeys([*_disabled(options), *_disabled(_OVERLAPPED_SENDS)])
   return options | _OVERLAPPED_SENDS | {_PASSES: ','.join(passes)}
 
 

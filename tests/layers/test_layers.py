@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.backends.plain import dot_product_attention
-from t5x_gpu.layers.dense import DenseGeneral, contract, rounded_kernel
+from t5x_gpu.layers.dense import DenseGeneral, contract
 from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.mlp import Mlp, MlpConfig
 from t5x_gpu.layers.positions import RotaryEmbedding, relative_position_buckets
+from t5x_gpu.layers.rounded import rounded_kernel
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_names, use_rules
 from tests.messages import raises
 
@@ -142,7 +143,9 @@ def test_gradient_of_a_bfloat16_table_adds_up_in_float32():
 
 
 @pytest.mark.parametrize('num_in', [1, 2])
-@pytest.mark.parametrize('prepare', [lambda k: k, rounded_kernel], ids=['array', 'rounded'])
+@pytest.mark.parametrize(
+  'prepare', [lambda k: k, lambda k: rounded_kernel(k, jnp.bfloat16)], ids=['array', 'rounded']
+)
 def test_gradient_of_a_float32_kernel_is_not_rounded_to_the_dtype_of_activations(
   rng, num_in, prepare
 ):
