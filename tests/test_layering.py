@@ -308,6 +308,7 @@ MEETING_POINTS = {
     'parameters.Dims',
     'parameters.Parameter',
     'parameters.Split',
+    'parameters.Wrapper',
     'parameters.as_parameter',
     'trees.DTypeLike',
     'trees.Tree',
@@ -317,6 +318,7 @@ MEETING_POINTS = {
     'axis_rules.varying',
     'parameters.Parameter',
     'parameters.Split',
+    'parameters.Wrapper',
     'parameters.as_parameter',
     'trees.DTypeLike',
     'trees.Tree',
@@ -364,12 +366,7 @@ MEETING_POINTS = {
   'layers.backends.tokamax': {'axis_rules.on_each_device', 'ring_attention.RESULTS'},
   'models.remat': {'ring_attention.RESULTS'},  # the name of attention's results
   # Kernels that are converted before the loop over layers, or over a pipeline's ticks.
-  'layers.rounded': {
-    'axis_rules.varying',
-    'parameters.Parameter',
-    'parameters.Split',
-    'trees.Tree',
-  },
+  'layers.rounded': {'axis_rules.varying', 'parameters.Split', 'parameters.Wrapper', 'trees.Tree'},
   'models.precision': {'parameters.Split', 'parameters.as_parameter', 'parameters.is_parameter'},
   # The loop over layers, and parameters that are used after it.
   'models.stack': {'overlap'},

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from t5x_gpu.partitioning.axis_rules import varying
-from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, as_parameter
+from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, Wrapper, as_parameter
 from t5x_gpu.partitioning.trees import DTypeLike, Tree
 
 # E4M3 (4 bits of exponent, 3 of mantissa) for operands of the forward pass, and E5M2 for gradients,
@@ -310,7 +310,7 @@ _product.defvjp(_forward, _backward)
 
 
 @flax.struct.dataclass
-class InEightBits(Parameter):
+class InEightBits(Wrapper):
   """Kernels stacked [layers, ...], with values in 8 bits that are computed once per step.
 
   Attributes:
@@ -328,10 +328,6 @@ class InEightBits(Parameter):
   largest: Optional[jax.Array] = None
 
   @property
-  def split(self) -> Split:
-    return self.param
-
-  @property
   def is_converted(self) -> bool:
     return True
 
@@ -340,9 +336,6 @@ class InEightBits(Parameter):
     p = self.param
     arrays = (p.part, p.earlier, self.values, self.scale, self.amax, self.largest)
     return _use(p.dims, p.is_gathered, *arrays)
-
-  def convert(self, function: Callable[[Split], Parameter]) -> Parameter:
-    return self.replace(param=function(self.param))
 
   def as_gradient(self, part: jax.Array, others: Optional[jax.Array]) -> 'InEightBits':
     return InEightBits(self.param.as_gradient(part, None), None, None, others)

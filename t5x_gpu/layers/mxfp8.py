@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from t5x_gpu.layers.backends.choose import hardware
 from t5x_gpu.layers.fp8 import E4M3, PRODUCT, LowPrecisionKernel, largest_value, scale_of, to_8_bits
 from t5x_gpu.partitioning.axis_rules import varying
-from t5x_gpu.partitioning.parameters import Parameter, Split, as_parameter
+from t5x_gpu.partitioning.parameters import Parameter, Split, Wrapper, as_parameter
 from t5x_gpu.partitioning.trees import DTypeLike, Tree
 
 BLOCK = 32  # values that share a scale
@@ -56,20 +56,13 @@ class BlockKernel(LowPrecisionKernel):
 
 
 @flax.struct.dataclass
-class InBlocks(Parameter):
+class InBlocks(Wrapper):
   """A parameter that is whole as a `BlockKernel`; `fsdp` gathers the original values."""
 
   param: Split
 
-  @property
-  def split(self) -> Split:
-    return self.param
-
   def whole(self, dtype: DTypeLike, *, wide: bool = False) -> BlockKernel:
     return BlockKernel(self.param.whole(dtype, wide=wide))
-
-  def convert(self, function: Callable[[Split], Parameter]) -> Parameter:
-    return self.replace(param=function(self.param))
 
   def as_gradient(self, part: jax.Array, others: Tree) -> 'InBlocks':
     return InBlocks(self.param.as_gradient(part, others))

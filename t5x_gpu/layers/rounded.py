@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from t5x_gpu.layers.dense import gradients, in_dtype_of_x
 from t5x_gpu.layers.fp8 import LowPrecisionKernel
 from t5x_gpu.partitioning.axis_rules import varying
-from t5x_gpu.partitioning.parameters import Parameter, Split
+from t5x_gpu.partitioning.parameters import Split, Wrapper
 from t5x_gpu.partitioning.trees import Tree
 
 
@@ -60,7 +60,7 @@ def rounded_kernel(kernel: jax.Array, dtype: DTypeLike) -> RoundedKernel:
 
 
 @flax.struct.dataclass
-class RoundedOnce(Parameter):
+class RoundedOnce(Wrapper):
   """Kernels stacked [layers, ...] that every device holds whole, rounded once for many uses.
 
   Attributes:
@@ -72,10 +72,6 @@ class RoundedOnce(Parameter):
   values: jax.Array
 
   @property
-  def split(self) -> Split:
-    return self.param
-
-  @property
   def is_converted(self) -> bool:
     return True
 
@@ -83,9 +79,6 @@ class RoundedOnce(Parameter):
     del dtype, wide  # the gradient is float32
     port = varying(self.param.part, self.param.dims.sum_axes)  # its gradient is not yet summed
     return RoundedKernel(self.values, port, added_later=True)
-
-  def convert(self, function: Callable[[Split], Parameter]) -> Parameter:
-    return self.replace(param=function(self.param))
 
   def as_gradient(self, part: jax.Array, others: Tree) -> 'RoundedOnce':
     return RoundedOnce(self.param.as_gradient(part, others), None)

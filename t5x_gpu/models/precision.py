@@ -59,7 +59,7 @@ def _is_converted(kernel: Any) -> bool:
   return fp8.is_quantized(kernel) or (is_parameter(kernel) and kernel.is_converted)
 
 
-def converted_once(
+def kernels_converted_once(
   layers: Params, dtype: DTypeLike, *, scaling: Optional[str], rounds: bool
 ) -> Callable[[Params], Params]:
   """Returns a function that adds the converted kernels of `layers` to the same parameters.

@@ -9,7 +9,6 @@ are the weights of a block copied out of the stack of a pipeline stage with seve
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Optional
 
 import flax.struct
@@ -32,8 +31,8 @@ from t5x_gpu.partitioning.parameters import (
   Layer,
   Parameter,
   Policy,
-  Split,
   Weights,
+  Wrapper,
   is_parameter,
   whole,
 )
@@ -68,7 +67,7 @@ def run_in_place(
 
 
 @flax.struct.dataclass
-class InPlace(Parameter):
+class InPlace(Wrapper):
   """A parameter of a block of layers, at its place in the stack.
 
   Its gradient has the shape of the whole stack, and contains `split.earlier` where that is given.
@@ -85,28 +84,8 @@ class InPlace(Parameter):
   size: int = flax.struct.field(pytree_node=False)
   loop = staticmethod(run_in_place)
 
-  @property
-  def split(self) -> Split:
-    return self.param.split
-
-  @property
-  def is_converted(self) -> bool:
-    return self.param.is_converted
-
-  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Weights:
-    return self.param.whole(dtype, wide=wide)
-
-  def convert(self, function: Callable[[Split], Parameter]) -> 'InPlace':
-    return self.replace(param=self.param.convert(function))
-
   def as_gradient(self, part: jax.Array, others: Tree) -> 'InPlace':
     return self.replace(param=self.param.as_gradient(part, others), start=None)
-
-  def others(self, gradient: Weights) -> Tree:
-    return self.param.others(gradient)
-
-  def unreduced(self, gradient: Weights) -> jax.Array:
-    return self.param.unreduced(gradient)
 
   def __mul__(self, factor: float) -> 'InPlace':
     return self.replace(param=self.param * factor)

@@ -43,6 +43,7 @@ from t5x_gpu.partitioning.parameters import (
   Policy,
   Split,
   Weights,
+  Wrapper,
   is_parameter,
   keep_activations_only,
   whole,
@@ -118,7 +119,7 @@ def run_ahead(
 
 
 @flax.struct.dataclass
-class Ahead(Parameter):
+class Ahead(Wrapper):
   """A stack of layers' parameters that the loop communicates one layer ahead.
 
   Attributes:
@@ -132,28 +133,8 @@ class Ahead(Parameter):
   port: Optional[jax.Array] = None
   loop = staticmethod(run_ahead)
 
-  @property
-  def split(self) -> Split:
-    return self.param.split
-
-  @property
-  def is_converted(self) -> bool:
-    return self.param.is_converted
-
-  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Weights:
-    return self.param.whole(dtype, wide=wide)
-
-  def convert(self, function: Callable[[Split], Parameter]) -> 'Ahead':
-    return self.replace(param=self.param.convert(function))
-
   def as_gradient(self, part: jax.Array, others: Tree) -> 'Ahead':
     return Ahead(self.param.as_gradient(part, others))
-
-  def others(self, gradient: Weights) -> Tree:
-    return self.param.others(gradient)
-
-  def unreduced(self, gradient: Weights) -> jax.Array:
-    return self.param.unreduced(gradient)
 
   def __mul__(self, factor: float) -> 'Ahead':
     return Ahead(self.param * factor, None if self.port is None else self.port * factor)

@@ -110,6 +110,36 @@ def is_parameter(x: object) -> bool:
   return isinstance(x, Parameter)
 
 
+class Wrapper(Parameter):
+  """A parameter that adds something to another one, and otherwise behaves as the other one.
+
+  Attributes:
+    param: the other parameter; a subclass is a `flax.struct.dataclass` with this field.
+  """
+
+  param: Parameter
+
+  @property
+  def split(self) -> 'Split':
+    return self.param.split
+
+  @property
+  def is_converted(self) -> bool:
+    return self.param.is_converted
+
+  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Weights:
+    return self.param.whole(dtype, wide=wide)
+
+  def convert(self, function: Callable[['Split'], Parameter]) -> Parameter:
+    return self.replace(param=self.param.convert(function))
+
+  def others(self, gradient: Weights) -> Tree:
+    return self.param.others(gradient)
+
+  def unreduced(self, gradient: Weights) -> jax.Array:
+    return self.param.unreduced(gradient)
+
+
 @dataclasses.dataclass(frozen=True)
 class Dims:
   """How a parameter is split, and over which other mesh axes its gradient is summed.

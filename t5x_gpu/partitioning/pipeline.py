@@ -241,8 +241,8 @@ class PipelineRun:
   def adds_in_place(self) -> bool:
     """Whether a block adds its layers' gradients to earlier gradients, in place.
 
-    Not with a ring: under 1f1b, XLA on CPUs (0.10.2) then mixes up hops of the forward loop and of
-    the backward loop, which do not depend on each other.
+    Not with a ring: under 1f1b, gradients then differ from run to run on CPUs (0.10.2, with dropout
+    and a relative bias), as if XLA mixed up independent hops of the forward and the backward loop.
     """
     return self.pieces.gathers_layers and self.table.skip_idle
 
@@ -683,7 +683,7 @@ def _one_forward_one_backward(
   carry = (
     x,
     jax.tree.map(jnp.zeros_like, x),
-    # Real activations, as `x`: discarded work runs on inputs that no tick has written yet.
+    # Copies of a real activation: a stage without work computes on a slot that is not yet written.
     jax.tree.map(lambda a: jnp.broadcast_to(a, (table.kept_inputs, *a.shape)), x),
     grads,
     _no_sums(run, params, x),

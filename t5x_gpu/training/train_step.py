@@ -26,7 +26,7 @@ from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
 from t5x_gpu.models.losses import Sums, averaged_per_sequence, checked_sums
 from t5x_gpu.models.model import PIECES, Model, compute_dtype, config_of, fp8_scaling_of, is_layered
-from t5x_gpu.models.precision import converted_once, in_8_bits, rounded_once
+from t5x_gpu.models.precision import in_8_bits, kernels_converted_once, rounded_once
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
@@ -533,7 +533,7 @@ def _completed(
   params, options = trained.join(parts, frozen), dict(scaling=fp8_scaling_of(model))
   options['rounds'] = model.takes_rounded_kernels
   added = {
-    stack: converted_once(layers_of(params, stack), compute_dtype(model), **options)
+    stack: kernels_converted_once(layers_of(params, stack), compute_dtype(model), **options)
     for stack in model.stacks
   }
 
