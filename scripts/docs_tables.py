@@ -18,7 +18,7 @@ from t5x_gpu.runtime.xla.flags import LEGACY
 from t5x_gpu.runtime.xla.presets import LEFT_ALONE, PRESETS
 
 _EXAMPLE = (
-  'xla preset: h200 single-host (default), 3 compile options, 1 flag, 4 variables, '
+  'xla preset: h200 single-host (default), 4 compile options, 1 flag, 4 variables, '
   '1 flag dropped: not in jaxlib 0.10.2'
 )
 _INTRODUCTION = """\

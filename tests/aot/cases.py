@@ -109,6 +109,14 @@ CASES = (
   ),
   # Remat: as many kernels as without it.
   _small('fsdp', bindings=("REMAT_POLICY = 'dots'",), label='dots'),
+  # A step that fills the GPU: XLA expects it to need more.
+  Case(
+    model='llama3_8b',
+    layout='fsdp',
+    batch=(16, 8192),
+    bindings=("REMAT_POLICY = 'dots'",),
+    label='full GPU',
+  ),
   # Microbatches: the activations of one at a time.
   _small(
     'fsdp',

@@ -39,6 +39,7 @@ ON_EACH_VERSION = (
   'decoder_base fsdp b200 1x8',
   'llama3_2_1b fsdp h100 1x8',
   'llama3_8b fsdp h100 1x8',
+  'llama3_8b fsdp h100 1x8 full GPU',
 )
 
 
