@@ -8,6 +8,7 @@ from typing import Optional, Union
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from t5x_gpu.layers import fp8
@@ -292,14 +293,22 @@ def project_together(
   if len(maps) > 1 and split_ways(axes[1]) > 1:
     kernels = (m.kernel.astype(dtype) for m in maps)
     stacked = on_kernels(lambda *k: jnp.stack(k, axis=1), *kernels)
-    y = contract(operand, stacked)
-    y = jax.lax.optimization_barrier(shard(y, 'batch', 'length', None, axes[1]))  # see below
+    (y,) = _separate([shard(contract(operand, stacked), 'batch', 'length', None, axes[1])])
     return [m.finish(y[:, :, i], x) for i, m in enumerate(maps)]
   out = [shard(contract(operand, m.kernel), 'batch', 'length', axes[1]) for m in maps]
   out = [m.finish(y, x) for y, m in zip(out, maps, strict=True)]
-  # XLA merges no kernels that read a matmul's result directly. Behind this barrier, one kernel
-  # computes the hidden features and the gradients of all branches.
-  return jax.lax.optimization_barrier(out) if len(out) > 1 else out
+  return _separate(out) if len(out) > 1 else out
+
+
+def _separate(products: list[jax.Array]) -> list[jax.Array]:
+  """Returns `products` behind a barrier.
+
+  XLA merges no kernels that read a matmul's result directly. Behind the barrier, one kernel
+  computes the hidden features and the gradients of all branches. The name lets remat policies
+  store the arrays behind it. Otherwise the backward pass would repeat the barrier, and XLA copy
+  each layer's arrays out of their stacks in front of it.
+  """
+  return [checkpoint_name(y, fp8.PRODUCT) for y in jax.lax.optimization_barrier(products)]
 
 
 class LinearParams(nn.Module):

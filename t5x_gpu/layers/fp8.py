@@ -265,9 +265,9 @@ class _Product:
 
 # Contracts the last dimensions of the first operand with the first dimensions of the second.
 _Dimensions = tuple[tuple[int, ...], tuple[int, ...]]
-# What models/remat.py stores of a product: its result. Before the scale, it would be read and
-# written once more, forward and backward.
-PRODUCT = 'product_in_8_bits'
+# What models/remat.py stores of a product: its result. A product of 8-bit operands before the scale
+# would be read and written once more, forward and backward.
+PRODUCT = 'product'
 
 # Both operands, and `amax`.
 _Arguments = tuple[*_Arrays, *_Arrays, Optional[jax.Array]]
