@@ -32,6 +32,7 @@ _COLLECTIVES = (
   'reduce-scatter',
   'send',
 )
+_NO_VALUES = '"AllocateBuffer"'  # target of the custom call that reserves an array's memory
 _SLICES = ('dynamic-slice', 'slice', 'gather')
 _UPDATE = 'dynamic-update-slice'
 
@@ -92,9 +93,16 @@ def kernel_traffic(hlo: str) -> list[KernelTraffic]:
       visit.in_branch,
     )
     for visit in kernels.outside_fusions()
-    if visit.instruction.opcode not in _NO_KERNEL
-    and not visit.instruction.opcode.startswith(_COLLECTIVES)
+    if _is_kernel(visit.instruction)
   ]
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+  return (
+    instruction.opcode not in _NO_KERNEL
+    and not instruction.opcode.startswith(_COLLECTIVES)
+    and instruction.attribute('custom_call_target') != _NO_VALUES
+  )
 
 
 def traffic(kernels: Sequence[KernelTraffic]) -> Traffic:

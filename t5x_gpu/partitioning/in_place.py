@@ -26,6 +26,7 @@ from t5x_gpu.partitioning.layer_step import (
   is_zero,
   merged,
   opened,
+  scan,
 )
 from t5x_gpu.partitioning.parameters import (
   Layer,
@@ -142,7 +143,7 @@ class _Loop:
     def body(carry: Tree, i: jax.Array) -> tuple[Tree, Tree]:
       return step.forward(self._weights(leaves, places[0] + i), carry, flat, places[1] + i)
 
-    carry, stored = jax.lax.scan(body, carry, jnp.arange(self.size), unroll=self.unroll)
+    carry, stored = scan(body, carry, jnp.arange(self.size), unroll=self.unroll)
     return carry, _Kept(leaves, flat, places, stored, step=step, shared_tree=shared_tree)
 
   def backward(self, kept: _Kept, gradient: Tree) -> Tree:
@@ -164,7 +165,7 @@ class _Loop:
       [_zeros(x) for x in chosen(step.differentiated, kept.shared)],
       [_zeros(p.split.part) if p.split.earlier is None else p.split.earlier for p in trained],
     )
-    (gradient, of_shared, totals), others = jax.lax.scan(
+    (gradient, of_shared, totals), others = scan(
       body, state, (jnp.arange(self.size), kept.stored), reverse=True, unroll=self.unroll
     )
     gradients = [p.as_gradient(*x) for p, *x in zip(trained, totals, others, strict=True)]

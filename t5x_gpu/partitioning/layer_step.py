@@ -4,6 +4,7 @@
 (in_place.py) adds gradients to earlier ones. Both store the residuals of `LayerStep.forward`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar, Union
 
@@ -137,6 +138,40 @@ def opened(
 def entry(tree: Tree, i: Index) -> Tree:
   """Returns entry `i` of every array [layers, ...]."""
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def scan(
+  body: TreeFn, carry: Tree, xs: Tree, *, unroll: int = 1, reverse: bool = False
+) -> tuple[Tree, Tree]:
+  """As `jax.lax.scan`, but the stacks of its results start without values.
+
+  JAX fills them with zeros. XLA writes these zeros, and copies them for every further stack of the
+  same shape. The result has no gradient.
+  """
+  size = len(jax.tree.leaves(xs)[0])
+  if unroll >= size:
+    return jax.lax.scan(body, carry, xs, unroll=unroll, reverse=reverse)
+
+  def step(state: Tree, of_layer: Tree) -> tuple[Tree, None]:
+    (carry, stacks), (i, x) = state, of_layer
+    carry, results = body(carry, x)
+    stacks = jax.tree.map(
+      lambda stack, result: jax.lax.dynamic_update_index_in_dim(stack, result, i, 0),
+      stacks,
+      results,
+    )
+    return (carry, stacks), None
+
+  _, results = jax.eval_shape(lambda carry, xs: body(carry, entry(xs, 0)), carry, xs)
+  stacks = jax.tree.map(functools.partial(_empty_stack, size), results)
+  state, of_layers = (carry, stacks), (jnp.arange(size), xs)
+  return jax.lax.scan(step, state, of_layers, unroll=unroll, reverse=reverse)[0]
+
+
+def _empty_stack(size: int, of_layer: jax.ShapeDtypeStruct) -> jax.Array:
+  stack = jax.lax.empty((size, *of_layer.shape), of_layer.dtype)
+  manual = of_layer.manual_axis_type  # None outside of manual regions
+  return varying(stack, tuple(manual.varying)) if manual else stack
 
 
 def is_primal(x: object) -> bool:

@@ -35,6 +35,7 @@ from t5x_gpu.partitioning.layer_step import (
   is_zero,
   merged,
   opened,
+  scan,
 )
 from t5x_gpu.partitioning.parameters import (
   Dims,
@@ -431,7 +432,7 @@ class _Loop:
 
   def _scan(self, body: TreeFn, state: Tree, numbers: jax.Array, **options: Any) -> Tree:
     unroll = max(1, min(self.unroll, numbers.size))
-    return jax.lax.scan(body, state, numbers, unroll=unroll, **options)
+    return scan(body, state, numbers, unroll=unroll, **options)
 
 
 def _are_summed_at_end(layers: _Leaves) -> list[bool]:
@@ -498,7 +499,7 @@ def _num_layers(leaves: _Leaves) -> int:
 def _no_gradients(leaf: _Leaf, at_end: bool) -> jax.Array:
   x = _part(leaf)
   axes = (*jax.typeof(x).manual_axis_type.varying, *(leaf.split.dims.sum_axes if at_end else ()))
-  return varying(jnp.zeros(x.shape, x.dtype), axes)
+  return varying(jax.lax.empty(x.shape, x.dtype), axes)
 
 
 def _after(arrays: list[jax.Array], gradient: Tree) -> list[jax.Array]:

@@ -52,7 +52,8 @@ ENTRY %main (all: f32[4,8,16], x: f32[8,16], i: s32[]) -> f32[4,8,16] {
   %state = (s32[], f32[8,16]) tuple(%i, %x)
   %loop = (s32[], f32[8,16]) while(%state), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"2"}}
   %y = f32[8,16]{1,0} get-tuple-element(%loop), index=1
-  ROOT %done = f32[4,8,16]{2,1,0} fusion(%all, %y, %i), kind=kLoop, calls=%in_place
+  %empty = f32[4,8,16]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  ROOT %done = f32[4,8,16]{2,1,0} fusion(%empty, %y, %i), kind=kLoop, calls=%in_place
 }
 """  # noqa: E501
 ARRAY, NARROW, INDEX = 4 * 8 * 16, 2 * 8 * 16, 4
