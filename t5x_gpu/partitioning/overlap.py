@@ -96,8 +96,9 @@ def run_ahead(
   """Returns `carry` after all layers, as `over_layers`; some of `params` are `Ahead`."""
   leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
   ports = [leaf.port if isinstance(leaf, Ahead) else None for leaf in leaves]
+  in_tick = any(isinstance(leaf, Ahead) and leaf.in_tick for leaf in leaves)
   leaves = [leaf.param if isinstance(leaf, Ahead) else leaf for leaf in leaves]
-  loop = _Loop(layer, treedef, dtype, policy or keep_activations_only, unroll)
+  loop = _Loop(layer, treedef, dtype, policy or keep_activations_only, unroll, in_tick)
 
   @jax.custom_vjp
   def layers(
@@ -128,17 +129,21 @@ class Ahead(Wrapper):
     port: an array [of the whole parameter of one layer] that takes the gradient of the first layer
       before it is reduced (`with_ports`); its value is never read. None to reduce the first layer's
       gradient like the other layers' gradients.
+    in_tick: whether the loop is in a tick of a pipeline. There, stacks without values take up to 5
+      GiB more than stacks of zeros (docs/decisions.md).
   """
 
   param: Parameter
   port: Optional[jax.Array] = None
+  in_tick: bool = flax.struct.field(pytree_node=False, default=False)
   loop = staticmethod(run_ahead)
 
   def as_gradient(self, part: jax.Array, others: Tree) -> 'Ahead':
-    return Ahead(self.param.as_gradient(part, others))
+    return self.replace(param=self.param.as_gradient(part, others), port=None)
 
   def __mul__(self, factor: float) -> 'Ahead':
-    return Ahead(self.param * factor, None if self.port is None else self.port * factor)
+    port = None if self.port is None else self.port * factor
+    return self.replace(param=self.param * factor, port=port)
 
 
 def with_ports(
@@ -268,6 +273,7 @@ class _Loop:
   dtype: DTypeLike
   policy: Policy
   unroll: int
+  in_tick: bool
 
   def forward(self, leaves: _Leaves, carry: Tree, shared: Tree, first: jax.Array) -> Tree:
     """Returns the output, without gradients."""
@@ -352,7 +358,7 @@ class _Loop:
 
     trained = chosen(step.trained, leaves)
     at_end = _are_summed_at_end(trained)
-    total = [_no_gradients(leaf, late) for leaf, late in zip(trained, at_end)]
+    total = [self._no_gradients(leaf, late) for leaf, late in zip(trained, at_end)]
     ahead = self._gathered(leaves, max(last - 1, 0))
     gradient = jax.tree.map(instantiated, gradient, is_leaf=is_zero)
     stored_last = _after(kept.stored_last, gradient)
@@ -430,9 +436,16 @@ class _Loop:
       for p in leaves
     ]
 
+  def _no_gradients(self, leaf: _Leaf, at_end: bool) -> jax.Array:
+    x, empty = _part(leaf), jnp.zeros if self.in_tick else jax.lax.empty
+    axes = leaf.split.dims.sum_axes if at_end else ()
+    axes = (*jax.typeof(x).manual_axis_type.varying, *axes)
+    return varying(empty(x.shape, x.dtype), axes)
+
   def _scan(self, body: TreeFn, state: Tree, numbers: jax.Array, **options: Any) -> Tree:
     unroll = max(1, min(self.unroll, numbers.size))
-    return scan(body, state, numbers, unroll=unroll, **options)
+    loop = jax.lax.scan if self.in_tick else scan
+    return loop(body, state, numbers, unroll=unroll, **options)
 
 
 def _are_summed_at_end(layers: _Leaves) -> list[bool]:
@@ -494,12 +507,6 @@ def _as_gradient(leaf: _Leaf, part: jax.Array, others: Tree) -> Tree:
 
 def _num_layers(leaves: _Leaves) -> int:
   return jax.tree.leaves(leaves)[0].shape[0]
-
-
-def _no_gradients(leaf: _Leaf, at_end: bool) -> jax.Array:
-  x = _part(leaf)
-  axes = (*jax.typeof(x).manual_axis_type.varying, *(leaf.split.dims.sum_axes if at_end else ()))
-  return varying(jax.lax.empty(x.shape, x.dtype), axes)
 
 
 def _after(arrays: list[jax.Array], gradient: Tree) -> list[jax.Array]:

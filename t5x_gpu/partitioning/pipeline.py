@@ -182,7 +182,7 @@ class LayerSums:
       earlier: gradients of earlier ticks; they are added to the gradients of layers.
     """
     return self._on_layers(
-      lambda dims, port, param, before: Ahead(Split(port, param, dims, before)),
+      lambda dims, port, param, before: Ahead(Split(port, param, dims, before), in_tick=True),
       lambda param, *_: param,
       inputs,
       params,
