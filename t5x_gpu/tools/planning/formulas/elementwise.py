@@ -52,8 +52,9 @@ _ACTIVATION, _GATED, _GELU = Passes(2, 3, 2), Passes(3, 5, 1), Passes(0, 2, 0)
 # Passes over queries, keys and values with a bias; and over all results with one, by the sum of its
 # gradient.
 _BIASED_HEADS, _BIAS = Passes(2, 0, 2), Passes(0, 1, 0)
-# Passes over what layers keep for the backward pass, by a loop's stacks: zeros, copies in and out.
-_STACK = 4.4
+# Passes over what layers keep for the backward pass: copies into a loop's stacks, and out of them;
+# and zeros in stacks of a loop that JAX differentiates.
+_IN, _OUT, _ZEROS = 2.0, 1.4, 1.0
 # Passes over a layer's inputs, outputs and their gradients by its loop over microbatches.
 _MICROBATCH = 10.0
 # Bytes per parameter: to convert it; to write its gradient into the stack of all layers; to add a
@@ -105,7 +106,11 @@ def of_stacks(shape: StepShape, c: TransformerConfig, stack: StackShape) -> floa
   if shape.stage > 1:  # a tick keeps what the backward pass of its microbatch reads
     shape = dataclasses.replace(shape, keeps=c.remat_policy)
   tokens = shape.tokens(stack) * stack.num_layers
-  found = _STACK * kept_features(shape, c, stack)
+  kept, (_, _, _, hidden) = kept_features(shape, c, stack), _features(shape, c)
+  copied_out = kept
+  if shape.keeps in ('dots', 'minimal') and len(c.mlp_activations) > 1:
+    copied_out -= len(c.mlp_activations) * hidden  # read where they are (layers/dense.py)
+  found = (_IN + _ZEROS * shape.fills_stacks) * kept + _OUT * copied_out
   if shape.by_layer:  # each layer takes its microbatches out of an array of all
     found += _MICROBATCH * c.embed_dim
   return shape.item_bytes * tokens * found
