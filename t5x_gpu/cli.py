@@ -398,7 +398,10 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
     check_encoding(*sys.argv[1:])
-    with SecondInterruptLeaves(leave=process_exit.leave_at_once):
+    with (
+      process_exit.ignored_signals_repeated(),
+      SecondInterruptLeaves(leave=process_exit.leave_at_once),
+    ):
       code = main() or 0
     failed = False
   except UserError as error:

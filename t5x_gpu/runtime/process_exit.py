@@ -7,6 +7,7 @@ would be lost.
 
 import atexit
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -97,6 +98,50 @@ def leave(code: int, *, failed: bool) -> NoReturn:
   sys.exit(code)
 
 
+def _from_signal(error: BaseException, number: int) -> BaseException:
+  """Returns `error` for a signal handler to raise, with the number of its signal."""
+  error.signal_number = number
+  _raised_signals.append(number)
+  return error
+
+
+@contextlib.contextmanager
+def ignored_signals_repeated() -> Iterator[None]:
+  """Context in which a signal comes again if Python ignored the exception of its handler.
+
+  Python ignores exceptions in callbacks of its garbage collector, which JAX has, and in `__del__`.
+  """
+  before = sys.unraisablehook
+  sys.unraisablehook = hook = functools.partial(_repeat_signal, hook=before)
+  try:
+    yield
+  finally:
+    if sys.unraisablehook is hook:
+      sys.unraisablehook = before
+
+
+def _repeat_signal(
+  unraisable: 'sys.UnraisableHookArgs', *, hook: Callable[['sys.UnraisableHookArgs'], object]
+) -> None:
+  number = getattr(unraisable.exc_value, 'signal_number', None)
+  if number is None:
+    hook(unraisable)
+    return
+  handler, num_raised = signal.getsignal(number), len(_raised_signals)
+
+  def send() -> None:
+    while True:
+      time.sleep(_REPEAT_SECONDS)  # the callback returns meanwhile
+      # A signal just before the main thread starts to wait does not end that wait.
+      if len(_raised_signals) > num_raised or signal.getsignal(number) is not handler:
+        return
+      if number == signal.SIGINT:
+        _repeated.release()
+      signal.pthread_kill(threading.main_thread().ident, number)
+
+  threading.Thread(target=send, name='repeated signal', daemon=True).start()
+
+
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
   """Makes SIGTERM and SIGHUP raise inside the block, so that no half-written files stay behind.
@@ -106,7 +151,7 @@ def sigterm_raises() -> Iterator[None]:
 
   def leave_now(number: int, frame: Optional[FrameType]) -> NoReturn:
     del frame
-    raise SystemExit(128 + number)
+    raise _from_signal(SystemExit(128 + number), number)
 
   ends = [signal.SIGTERM]
   if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -121,12 +166,15 @@ def sigterm_raises() -> Iterator[None]:
 
 EXIT_INTERRUPTED = 130
 _HANDLER_SECONDS = 0.5  # if the program still runs by then, prints where the main thread waits
-_OTHERS = re.compile(rf'{os.sep}jax|{os.sep}(threading|contextlib|thread|_base)\.py$')
+_REPEAT_SECONDS = 0.1
+_OTHERS = re.compile(rf'^<frozen |{os.sep}jax|{os.sep}(threading|contextlib|thread|_base)\.py$')
 _CLEANUP_SECONDS = 2.0  # for `with` blocks, after the second Ctrl-C
 # What `signal.signal` takes and returns.
 HandlerFunction = Callable[[int, Optional[FrameType]], object]
 SignalHandler = Union[HandlerFunction, int, signal.Handlers, None]
 _handled, _raised = threading.Event(), threading.Event()
+_raised_signals: list[int] = []  # numbers of the signals whose handlers have raised
+_repeated = threading.Semaphore(0)  # Ctrl-C that nobody pressed, not yet read
 
 
 def stops_on_interrupt(handler: HandlerFunction) -> HandlerFunction:
@@ -145,9 +193,9 @@ def stops_on_interrupt(handler: HandlerFunction) -> HandlerFunction:
 
 @stops_on_interrupt
 def _raise(number: int, frame: Optional[FrameType]) -> None:
-  del number, frame
+  del frame
   _raised.set()
-  raise KeyboardInterrupt
+  raise _from_signal(KeyboardInterrupt(), number)
 
 
 class SecondInterruptLeaves:
@@ -236,7 +284,8 @@ class SecondInterruptLeaves:
         raise EOFError
       handler = signal.getsignal(signal.SIGINT)
       if number[0] == signal.SIGINT and getattr(handler, 'stops_on_interrupt', False):
-        return True
+        if not _repeated.acquire(blocking=False):
+          return True
 
 
 def _main_thread_place() -> str:

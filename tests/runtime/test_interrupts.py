@@ -132,6 +132,8 @@ def test_a_second_ctrl_c_does_not_wait_for_cleanup_that_hangs():
 def test_a_forked_child_does_not_press_ctrl_c_for_its_parent():
   """In a terminal Ctrl-C reaches all processes of the group: it must count once."""
   with started(
+    # Python 3.12 and newer warn of a fork beside threads.
+    'import warnings; warnings.simplefilter("ignore", DeprecationWarning)\n'
     'import os, signal, time\nfrom t5x_gpu import cli\n'
     'def main():\n'
     '  if os.fork() == 0:\n'
@@ -143,3 +145,23 @@ def test_a_forked_child_does_not_press_ctrl_c_for_its_parent():
   ) as process:
     out, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert 'child' in out and 'alive' in out and not err and process.returncode == 0
+
+
+@pytest.mark.parametrize(
+  'name, code, last_line', [('SIGINT', 130, 'Interrupted.\n'), ('SIGTERM', 143, '')]
+)
+def test_a_signal_in_a_callback_of_the_garbage_collector_is_not_lost(name, code, last_line):
+  """JAX has such a callback, and Python ignores exceptions in it."""
+  with started(
+    'import gc, os, signal, time\nfrom t5x_gpu import cli\n'
+    'from t5x_gpu.runtime.process_exit import sigterm_raises\n'
+    'def callback(*_):\n'
+    f'  gc.callbacks.clear()\n  os.kill(os.getpid(), signal.{name})\n  time.sleep(0.001)\n'
+    'def main():\n'
+    '  with sigterm_raises():\n'
+    '    gc.callbacks[:] = [callback]\n    gc.collect()\n    time.sleep(1)\n'
+    '    time.sleep(4)\n    print("went on")\n'
+    'cli.run_main(main)'
+  ) as process:
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert (process.returncode, out, err) == (code, '', last_line)
