@@ -98,6 +98,7 @@ def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(tmp
     project.model_dir = disk / 'model'
     last = project.steps()[-1]
     assert f'The last good one is checkpoint_{last}' in run.err
+    assert not list(project.model_dir.glob('*.orbax-checkpoint-tmp*')), 'it would fill the disk'
 
 
 # __next__ or peek fails at one batch, or the second evaluation fails.

@@ -16,6 +16,7 @@ import math
 import os
 import pathlib
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Self
 
@@ -617,14 +618,18 @@ class Checkpointer(BaseCheckpointer):
     except CheckpointError as gone:
       return gone
     what = 'The last checkpoint' if step is None else f'checkpoint_{step} (or the save before it)'
-    reason = f'{type(e).__name__}: {e}'
+    reason, where = f'{type(e).__name__}: {e}', 'there'
     for number in (errno.ENOSPC, errno.EDQUOT):
       if os.strerror(number) in reason:
         reason = write_problem(OSError(number, os.strerror(number)), folder) + '.'
+        # What this save wrote would keep the disk full for the next start.
+        for path in folder.glob(f'*{CUT_SHORT}-{self._start}') if self._is_main else ():
+          shutil.rmtree(path, ignore_errors=True)
+          where = 'now that its files are deleted'
     free = free_bytes(folder)
     room = 'unknown' if free is None else show(free, GiB='.2f')
     return CheckpointError(
       f'{what} could not be written to {folder}: {reason}',
-      fix=f'{self._last_good()} Free space there: {room}.',
+      fix=f'{self._last_good()} Free space {where}: {room}.',
       parameters=('MODEL_DIR',),
     )
