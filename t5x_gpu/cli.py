@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import pathlib
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -376,10 +378,16 @@ def check_folders_of(*paths: Optional[str]) -> None:
   """Raises ConfigError if the folder of an output file does not exist."""
   for path in filter(None, paths):
     folder = os.path.dirname(path) or '.'
+    file = next((p for p in (folder, *pathlib.Path(folder).parents) if os.path.isfile(p)), None)
+    if file:
+      raise ConfigError(
+        f'{path!r} cannot be written: {str(file)!r} is a file, not a folder.',
+        fix='Name another path.',
+      )
     if not os.path.isdir(folder):
       raise ConfigError(
         f'{path!r} cannot be written: the folder {folder!r} does not exist.',
-        fix=f'Create it first: mkdir -p {folder}',
+        fix=f'Create it first: mkdir -p {shlex.quote(folder)}',
       )
 
 

@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import re
+import shlex
 import textwrap
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Optional
@@ -307,7 +308,7 @@ def _open(config: RestoreConfig) -> ParamsReader:
       f'RestoreConfig.path: {e.what}',
       fix=(
         'It looks like a checkpoint of another program. Convert it first:\n'
-        f'  python -m t5x_gpu.convert --from={path} --to=NEW_FOLDER'
+        f'  python -m t5x_gpu.convert --from={shlex.quote(str(path))} --to=NEW_FOLDER'
       )
       if other
       else e.fix

@@ -7,6 +7,7 @@ reads converted ones.
 
 import contextlib
 import math
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Optional
 
@@ -97,7 +98,7 @@ def check_params(reader: ParamsReader, params: Mapping[str, jax.Array]) -> None:
     raise CheckpointError(
       f'{reader.path} is damaged: {e}.',
       fix='Use another checkpoint, or copy this one again. All of its arrays '
-      f'are checked by\npython -m t5x_gpu.checkpoint verify {reader.path}',
+      f'are checked by\npython -m t5x_gpu.checkpoint verify {shlex.quote(str(reader.path))}',
       parameters=('MODEL_DIR',),
       docs='checkpoints.md#checksums',
     ) from e

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import hashlib
 import pathlib
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional, TextIO
@@ -204,7 +205,7 @@ def _convert_into(
     raise CheckpointError(
       f'The T5X checkpoint {files.path} cannot be converted: {reason}',
       fix='Convert it by hand, and give the new folder:\n'
-      f'  python -m t5x_gpu.convert --from={files.path} --to=NEW_FOLDER',
+      f'  python -m t5x_gpu.convert --from={shlex.quote(str(files.path))} --to=NEW_FOLDER',
       docs='from_t5x.md#checkpoints',
     ) from e
   return str(target)

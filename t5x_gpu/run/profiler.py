@@ -16,6 +16,7 @@ import logging
 import os
 import pathlib
 import queue
+import shlex
 import shutil
 import signal
 import socket
@@ -94,7 +95,8 @@ def anatomy_text(anatomy: Json, *, where: str) -> str:
     lines.append(
       f'  process {last["rank"]} on {last["host"]} computes longest: {last["compute"]:.4f} s'
     )
-  lines.append(f'  {where}: anatomy.json; trace for Perfetto and `tensorboard --logdir {where}`')
+  command = f'tensorboard --logdir {shlex.quote(str(where))}'
+  lines.append(f'  {where}: anatomy.json; trace for Perfetto and `{command}`')
   return '\n'.join(lines)
 
 

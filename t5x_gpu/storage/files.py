@@ -94,11 +94,17 @@ def free_bytes(folder: pathlib.Path) -> Optional[int]:
 
 
 def write_problem(e: OSError, folder: str | os.PathLike) -> str:
-  """Returns why a file in `folder` could not be written; for a full disk, which resource ran out.
+  """Returns why a file in `folder` could not be written.
 
-  "No space left" may also mean that all inodes are used, or that a quota is exhausted.
+  For a folder that cannot be created, names the file in its place; for a full disk, the resource
+  that ran out. "No space left" may also mean that all inodes are used, or that a quota is
+  exhausted.
   """
   text = e.strerror or str(e)
+  if e.errno in (errno.EEXIST, errno.ENOTDIR):
+    above = pathlib.Path(folder)
+    file = next((path for path in (above, *above.parents) if path.is_file()), None)
+    return f'{file} is a file, not a folder' if file else text
   if e.errno == errno.EDQUOT:
     return f'{text}: the quota of this user or project has run out, not the disk (quota -s)'
   if e.errno != errno.ENOSPC:

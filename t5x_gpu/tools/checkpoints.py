@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import pathlib
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Optional
 
@@ -366,7 +367,7 @@ def damage_named(name: str, where: AnyPath) -> Iterator[None]:
   except ValueError as e:  # from TensorStore: corrupt or truncated data
     raise CheckpointError(
       f'{name} of {where} cannot be read: {error_line(e)}',
-      fix=_FIX.format(where),
+      fix=_FIX.format(shlex.quote(str(where))),
       docs='checkpoints.md#checksums',
     ) from e
 
@@ -378,7 +379,7 @@ def check_sums(name: str, sums: HostSums, manifest: Mapping[str, object], where:
     raise CheckpointError(
       f'{name} of {where} does not have the values that were saved: its checksum is {sums}, '
       f'not {want}.',
-      fix=_FIX.format(where),
+      fix=_FIX.format(shlex.quote(str(where))),
       docs='checkpoints.md#checksums',
     )
 

@@ -31,3 +31,12 @@ def test_a_full_disk_says_whether_bytes_inodes_or_a_quota_ended(tmp_path):
   assert 'quota of this user' in write_problem(OSError(errno.EDQUOT, 'Disk quota'), tmp_path)
   assert 'inodes are free: the file was larger' in write_problem(full, tmp_path)
   assert write_problem(full, tmp_path / 'gone') == 'No space left on device'
+
+
+def test_a_file_where_a_folder_should_be_is_named(tmp_path):
+  file = tmp_path / 'file'
+  file.touch()
+  for folder in (file, file / 'a' / 'b'):
+    with pytest.raises(OSError) as e:
+      folder.mkdir(parents=True, exist_ok=True)
+    assert write_problem(e.value, folder) == f'{file} is a file, not a folder'

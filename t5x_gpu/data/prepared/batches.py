@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pathlib
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
@@ -452,7 +453,8 @@ class PreparedBatches:
     except Exception as e:  # ArrayRecord raises IndexError, RuntimeError and ValueError
       raise task_error(
         f'Row {row:,} of {self._name!r} cannot be read: {first_line(e)[:300]}',
-        fix=f'python -m t5x_gpu.data check {self._name} names the shards that have changed.',
+        fix=f'python -m t5x_gpu.data check {shlex.quote(self._name)} '
+        'names the shards that have changed.',
         docs='data.md',
       ) from e
 

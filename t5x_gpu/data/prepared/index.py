@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Optional, TypedDict
 
@@ -271,7 +272,8 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
   """
   folder = expanded_path(folder)
   path = folder / split / INDEX
-  fix = f'python -m t5x_gpu.prepare --gin_file=MY.gin --split={split} --output={folder}'
+  output = shlex.quote(str(folder))
+  fix = f'python -m t5x_gpu.prepare --gin_file=MY.gin --split={split} --output={output}'
   try:
     index = from_json(read_bytes(path))
     if index.split != split:
