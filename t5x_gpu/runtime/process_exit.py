@@ -174,7 +174,7 @@ HandlerFunction = Callable[[int, Optional[FrameType]], object]
 SignalHandler = Union[HandlerFunction, int, signal.Handlers, None]
 _handled, _raised = threading.Event(), threading.Event()
 _raised_signals: list[int] = []  # numbers of the signals whose handlers have raised
-_repeated = threading.Semaphore(0)  # Ctrl-C that nobody pressed, not yet read
+_repeated = threading.Semaphore(0)  # Ctrl-C that `_repeat_signal` sent, not yet read
 
 
 def stops_on_interrupt(handler: HandlerFunction) -> HandlerFunction:

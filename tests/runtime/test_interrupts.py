@@ -132,7 +132,7 @@ def test_a_second_ctrl_c_does_not_wait_for_cleanup_that_hangs():
 def test_a_forked_child_does_not_press_ctrl_c_for_its_parent():
   """In a terminal Ctrl-C reaches all processes of the group: it must count once."""
   with started(
-    # Python 3.12 and newer warn of a fork beside threads.
+    # Python 3.12 and newer warn of a fork in a process with threads.
     'import warnings; warnings.simplefilter("ignore", DeprecationWarning)\n'
     'import os, signal, time\nfrom t5x_gpu import cli\n'
     'def main():\n'
