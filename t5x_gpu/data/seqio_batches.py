@@ -114,6 +114,7 @@ class SeqioBatches:
     self._pending: Optional[Batch] = None
     self._batches_taken = 0
     self._first_state: Optional[bytes] = None  # of an evaluation that has taken no batch
+    self._saved_position: Optional[bytes] = None  # until the iterator moves
 
   def __iter__(self) -> Iterator[Batch]:
     return self
@@ -130,6 +131,7 @@ class SeqioBatches:
       if self._iterator is None:
         raise StopIteration
       failure = ''
+      self._saved_position = None
       try:
         batch = next(self._iterator)
       except StopIteration:
@@ -228,7 +230,9 @@ class SeqioBatches:
     """
     if not self._stateful_op:
       try:
-        return _to_bytes(self._iterator)
+        if self._saved_position is None:
+          self._saved_position = _to_bytes(self._iterator)
+        return self._saved_position
       except tf.errors.FailedPreconditionError as e:
         found = re.search(r'(\w+) is stateful', str(e))
         if found is None:
@@ -308,6 +312,7 @@ class SeqioBatches:
     Raises:
       ValueError: the position cannot be read for this dataset.
     """
+    self._saved_position = None
     with contextlib.suppress(ValueError):
       if self._iterator is not None:
         _from_bytes(position, self._iterator)
@@ -397,7 +402,7 @@ class SeqioBatches:
   def close(self) -> None:
     """Drops the tf.data pipeline and its threads."""
     self._iterator = None
-    self._pending = self._first_state = None
+    self._pending = self._first_state = self._saved_position = None
 
 
 def _parse_state(state: bytes) -> tuple[JsonObject, bytes, bytes]:

@@ -85,6 +85,25 @@ def test_moving_builds_no_second_dataset_unless_tensorflow_needs_it(open_data, l
   assert hashes(iterator, 70) == want and len(built) == len(calls) == 2
 
 
+def test_a_position_is_saved_once_until_the_iterator_moves(open_data, lines, monkeypatch):
+  saved = []
+  to_bytes = seqio_batches._to_bytes
+  monkeypatch.setattr(
+    seqio_batches, '_to_bytes', lambda iterator: saved.append(iterator) or to_bytes(iterator)
+  )
+  iterator = open_data(lines).iterator
+  state = iterator.get_state()
+  assert len(saved) == 1  # by `prepare_to_resume`
+  want = hashes(iterator, 2)
+  later = iterator.get_state()
+  assert len(saved) == 2
+  after = hashes(iterator, 1)
+  for at, expected in ((state, want + after), (later, after)):
+    iterator.set_state(at)
+    iterator.set_state(iterator.get_state())
+    assert hashes(iterator, len(expected)) == expected
+
+
 def test_an_evaluation_builds_one_pipeline(open_data, lines, monkeypatch):
   built, examples = [], task_lookup.examples
   monkeypatch.setattr(
