@@ -2,4 +2,4 @@
 
 from t5x_gpu.runtime import import_interrupts
 
-import_interrupts.leave_during_imports()
+import_interrupts.before_imports()

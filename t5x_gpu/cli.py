@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import gc
 import os
 import pathlib
 import re
@@ -403,6 +404,8 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   streams.install()
   import_interrupts.raise_again()
   machine.this_is_a_command()
+  gc.freeze()  # no collection visits the imported modules
+  gc.enable()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
     check_encoding(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command still imports: one line and 130, from the first import on."""
+"""While a command imports: Ctrl-C prints one line and exits with 130; no garbage collections."""
 
 import os
 import signal
@@ -45,6 +45,21 @@ def test_ctrl_c_during_imports_exits_with_130_and_one_line(name, module):
   code, err = interrupted_at(module, '-m', name, '--help')
   assert code == 130, err[-2000:]
   assert err.endswith('Interrupted.\n') and 'Traceback' not in err
+
+
+def test_the_garbage_collector_is_off_during_imports_and_skips_their_objects():
+  show = 'import gc; print(gc.isenabled(), gc.get_freeze_count() > 10_000)'
+  code = f"""
+import sys
+sys.orig_argv, sys.argv = [sys.executable, '-m', 't5x_gpu.train'], ['-m']
+from t5x_gpu import cli
+{show}
+cli.run_main(lambda: exec({show!r}))
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+  )
+  assert done.stdout.split() == ['False', 'False', 'True', 'True'], done.stdout
 
 
 def test_the_command_of_the_package_is_interrupted_in_the_same_way():
