@@ -248,13 +248,7 @@ class Partitioner:
       )
     shares_kv_heads = tensor_parallel.devices_per_kv_head(logical_sizes, sizes.total) > 1
     shared = tensor_parallel.shared_kv_heads_note(logical_sizes, sizes.total)
-    by_layer = (
-      num_microbatches > 1
-      and self.accumulate_by == 'layer'
-      and self.zero_stage > 1
-      and sizes.total['fsdp'] > 1
-    )
-    return Layout(
+    layout = Layout(
       mesh=build_mesh(sizes, topology, devices),
       sizes=sizes,
       topology=topology,
@@ -262,11 +256,13 @@ class Partitioner:
       notes=tuple(note for note in (shared, filled) if note),
       zero_stage=self.zero_stage,
       accumulate_by=self.accumulate_by,
-      overlap_layers=self.overlap_layers and not by_layer,
+      overlap_layers=self.overlap_layers,
       gradient_dtype=self.gradient_dtype,
       fills_batch=self.uneven_batch == 'fill',
       pipeline=self._pipeline(sizes, logical_sizes, num_microbatches),
     )
+    by_layer = layout.region.by_layer(num_microbatches)
+    return dataclasses.replace(layout, overlap_layers=self.overlap_layers and not by_layer)
 
   def on_fewer_hosts(self) -> Self:
     """Returns the partitioner of a run that has lost hosts: whole replicas are gone.

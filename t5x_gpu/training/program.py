@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import jax
@@ -217,7 +217,7 @@ def build_program(
     eval_step=make_eval_step(config, form),
   )
   layout = form.with_costs(shapes)
-  layout = dataclasses.replace(layout, notes=(*layout.notes, *_notes_on_remat(config, layout)))
+  layout = dataclasses.replace(layout, notes=(*layout.notes, *_notes_on_settings(config, layout)))
   return Program(
     config,
     layout,
@@ -229,24 +229,70 @@ def build_program(
   )
 
 
-def _notes_on_remat(config: StepConfig, layout: Layout) -> tuple[str, ...]:
-  """Returns notes on a `remat_policy` that another setting makes void or costly."""
-  of_model = config_of(config.model)
-  if of_model is None:
-    return ()
-  setting = f'TransformerConfig.remat_policy = {of_model.remat_policy!r}'
-  is_full = of_model.remat_policy == 'full'
-  if layout.pipeline is not None and is_full:
-    return (
+# Setting of Partitioner -> the mesh axis that it needs.
+_NEEDED_AXES = {
+  'zero_stage': 'fsdp',
+  'sequence_parallel': 'model',
+  'context_attention': 'context',
+  'pipeline_schedule': 'stage',
+  'num_pipeline_microbatches': 'stage',
+  'pipeline_repeats': 'stage',
+}
+# Setting of TransformerConfig -> the setting that it needs.
+_NEEDED_SETTINGS = {
+  'num_experts_per_token': 'num_experts',
+  'expert_capacity_factor': 'num_experts',
+  'normalize_gates': 'num_experts',
+  'router_balance_loss': 'num_experts',
+  'router_z_loss': 'num_experts',
+  'qk_norm_kind': 'qk_norm',
+}
+
+
+def _notes_on_settings(config: StepConfig, layout: Layout) -> Iterator[str]:
+  """Yields notes on settings that another setting makes void or costly."""
+  partitioner, of_model = config.partitioner, config_of(config.model)
+  if layout.mesh.size > 1:  # on one device, it is clear that no layout has an effect
+    for setting, axis in _changed(partitioner, _NEEDED_AXES):
+      if layout.mesh.shape[axis] == 1:
+        yield f'{setting} has no effect: the mesh has one device along {axis}'
+  if partitioner.overlap_layers and layout.region.by_layer(config.num_microbatches):
+    yield (
+      "Partitioner.overlap_layers = True has no effect: with accumulate_by = 'layer', collectives "
+      'of a layer run while its own first microbatch computes'
+    )
+  elif partitioner.overlap_layers and layout.pipeline and layout.pipeline.num_blocks > 1:
+    yield (
+      'Partitioner.overlap_layers = True has no effect: a stage has '
+      f'{layout.pipeline.num_blocks} blocks of layers, and only one of them is in the last tick'
+    )
+  if of_model is not None:
+    for setting, needed in _changed(of_model, _NEEDED_SETTINGS):
+      if not getattr(of_model, needed):
+        yield f'{setting} has no effect: {needed} = {getattr(of_model, needed)}'
+    yield from _notes_on_remat(of_model.remat_policy, layout, config.num_microbatches)
+
+
+def _changed(settings: Any, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+  """Yields ('Partitioner.NAME = VALUE', `names[NAME]`) of values that are not the defaults."""
+  for field in dataclasses.fields(settings):
+    value = getattr(settings, field.name)
+    if field.name in names and value != field.default:
+      yield f'{type(settings).__name__}.{field.name} = {value!r}', names[field.name]
+
+
+def _notes_on_remat(policy: str, layout: Layout, num_microbatches: int) -> Iterator[str]:
+  setting = f'TransformerConfig.remat_policy = {policy!r}'
+  if layout.pipeline is not None and policy == 'full':
+    yield (
       f'{setting} computes each layer twice in the backward pass: a pipeline computes a stage '
-      "again in any case; 'minimal' keeps the activations of one microbatch instead",
+      "again in any case; 'minimal' keeps the activations of one microbatch instead"
     )
-  if layout.region.by_layer(config.num_microbatches) and not is_full:
-    return (
+  if layout.region.by_layer(num_microbatches) and policy != 'full':
+    yield (
       f"{setting} has no effect: Partitioner.accumulate_by = 'layer' computes each layer again in "
-      'the backward pass',
+      'the backward pass'
     )
-  return ()
 
 
 def host_counts(program: Program) -> tuple[int, ...]:
