@@ -60,7 +60,7 @@ class KernelTraffic:
 
   Attributes:
     instruction: the kernel.
-    op_name: its path in the traced Python program.
+    op_name: its path in the traced Python program; of an instruction in it if it has none itself.
     multiplies: whether it is one of `kernels.KERNEL_KINDS`.
     runs: how often it runs.
     num_bytes: bytes of all runs.
@@ -86,7 +86,7 @@ def kernel_traffic(hlo: str) -> list[KernelTraffic]:
   return [
     KernelTraffic(
       visit.instruction,
-      visit.op_name,
+      visit.op_name or _fused_name(module, visit.instruction),
       kernels.kind(visit.computation, visit.instruction) is not None,
       visit.count,
       visit.count * bytes_moved(module, visit.computation, visit.instruction),
@@ -103,6 +103,16 @@ def _is_kernel(instruction: Instruction) -> bool:
     and not instruction.opcode.startswith(_COLLECTIVES)
     and instruction.attribute('custom_call_target') != _NO_VALUES
   )
+
+
+def _fused_name(module: Module, fusion: Instruction) -> str:
+  """Returns the last name that an instruction of a fusion without a name has, or ''."""
+  fused = (
+    i.op_name
+    for name in reversed(module.called(fusion))
+    for i in reversed(module.computations[name].instructions.values())
+  )
+  return next(filter(None, fused), '')
 
 
 def traffic(kernels: Sequence[KernelTraffic]) -> Traffic:

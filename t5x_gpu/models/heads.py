@@ -26,6 +26,9 @@ from t5x_gpu.models.model import Params
 from t5x_gpu.partitioning.axis_rules import shard, split_ways, with_axes
 from t5x_gpu.partitioning.parameters import whole
 
+# In the `op_name` of the kernels of the logits and the loss.
+LOSS_SCOPE = 'loss'
+
 
 class TokenLogits(nn.Module):
   """Logits over the vocabulary, from the token table (tied) or a separate kernel."""
@@ -88,6 +91,7 @@ def token_logits(
   return TokenLogits(config).apply({'params': own}, x, table)
 
 
+@jax.named_scope(LOSS_SCOPE)
 def token_loss(
   config: TransformerConfig,
   params: Params,
@@ -126,6 +130,7 @@ def token_loss(
   return weighted_sums(sums, weights)
 
 
+@jax.named_scope(LOSS_SCOPE)
 def token_log_probs(
   config: TransformerConfig,
   params: Params,
@@ -319,6 +324,7 @@ def masked_token_logits(x: jax.Array, bias: jax.Array, table: jax.Array) -> jax.
   return shard(_table_logits(x, table) + bias, 'batch', 'length', 'vocab')
 
 
+@jax.named_scope(LOSS_SCOPE)
 def masked_token_loss(
   config: TransformerConfig,
   x: jax.Array,

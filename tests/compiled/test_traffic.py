@@ -106,3 +106,11 @@ def test_elementwise_kernels_are_ordered_by_their_bytes_and_named_by_their_place
   assert first == ElementwiseRow('backward Layer/mlp/mul', 'f32[8 x 16]', 2, 2 * 3 * ARRAY)
   assert second == ElementwiseRow('copy', 'f32[8 x 16]', 2, 2 * 2 * ARRAY)
   assert len(others) == 2, 'no matmul'
+
+
+def test_a_fusion_without_a_name_has_the_last_name_in_it():
+  convert = 'convert(%part)'
+  step = STEP.replace(convert, f'{convert}, metadata={{op_name="jit(train_step)/cast"}}')
+  assert step != STEP
+  names = {k.instruction.name: k.op_name for k in kernel_traffic(step)}
+  assert names['layer'] == 'jit(train_step)/cast' and names['done'] == ''

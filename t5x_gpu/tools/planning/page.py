@@ -34,7 +34,7 @@ from t5x_gpu.tools.planning.formulas.step_memory import (
   WEIGHTS,
   MemoryUse,
 )
-from t5x_gpu.tools.planning.formulas.step_time import NETWORK, NVLINK, CollectiveTime, StepTime
+from t5x_gpu.tools.planning.formulas.step_time import NETWORK, NVLINK, CollectiveTime
 from t5x_gpu.tools.planning.prediction import Prediction
 
 MOST_HOSTS = 16
@@ -215,7 +215,7 @@ def plan_page(p: Prediction, layout: Layout, *, title: str, advice: str = '') ->
     _parameters(p),
     _mesh(layout, p),
     _traffic(p),
-    _time(p.time),
+    _time(p),
     _assumptions(p),
   ]
   written = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime())
@@ -363,7 +363,8 @@ def _traffic(p: Prediction) -> Section:
   return Section('traffic', 'Traffic', content, intro)
 
 
-def _time(step: StepTime) -> Section:
+def _time(p: Prediction) -> Section:
+  step = p.time
   parts: dict[str, float] = {}
   for part in step.parts:
     parts[part.part] = parts.get(part.part, 0.0) + part.seconds
@@ -377,7 +378,11 @@ def _time(step: StepTime) -> Section:
     in_table=False,
   )
   head, *rows = screen.time_rows(step)
-  return Section('time', 'Time', [chart, table(head, rows, texts=(0, 1, 6))])
+  content = [chart, table(head, rows, texts=(0, 1, 6))]
+  if p.elementwise_kernels:
+    head, *rows = screen.elementwise_rows(p)
+    content.append(table(head, rows, texts=(0, 4)))
+  return Section('time', 'Time', content)
 
 
 def _assumptions(p: Prediction) -> Section:

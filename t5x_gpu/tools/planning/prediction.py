@@ -54,6 +54,7 @@ from t5x_gpu.tools.planning.formulas.work import (
 )
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep, compile_step
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget, can_compile, described_gpus
+from t5x_gpu.tools.planning.kernel_parts import PartKernels, kernels_by_part
 from t5x_gpu.training.program import Program, build_program, initial_params
 from t5x_gpu.training.train_step import StepConfig
 
@@ -114,6 +115,7 @@ class Prediction:
     elementwise_bytes: bytes that kernels other than matrix kernels read and write on a GPU in a
       step, as compiled, which `time` follows; None if it was not compiled for the GPU.
     formula_elementwise_bytes: the same by formula.
+    elementwise_kernels: the same by part of the model, with the largest kernels, if compiled.
     source: FORMULA, PARTITIONED (traffic of the program that XLA splits for CPUs) or COMPILED.
     assumed: efficiencies and links.
   """
@@ -137,6 +139,7 @@ class Prediction:
   checkpoint: CheckpointCost
   elementwise_bytes: Optional[int] = None
   formula_elementwise_bytes: int = 0
+  elementwise_kernels: tuple[PartKernels, ...] = ()
   source: str
   assumed: Assumptions
 
@@ -200,19 +203,18 @@ def predict(
   elif partitioned is not None:
     sent, source = _sent(program, partitioned), PARTITIONED
   work = step_work(shape, program, model)
-  formula_bytes, compiled_bytes = elementwise_bytes(work), None
-  if compiled is not None:
-    busy = busy_share(program)  # branches of a pipeline's ticks
-    compiled_bytes = int(
-      sum(
-        k.num_bytes * (busy if k.in_branch else 1)
-        for k in compiled.kernel_traffic
-        if not k.multiplies
-      )
-    )
-    work = with_elementwise_bytes(work, compiled_bytes)
   model_config = config_of(model)
   dtype = 'float32' if model_config is None else model_config.dtype
+  formula_bytes, compiled_bytes, by_part = sum(elementwise_bytes(work).values()), None, []
+  if compiled is not None:
+    busy = busy_share(program)  # branches of a pipeline's ticks
+    kernels = [
+      dataclasses.replace(k, num_bytes=int(k.num_bytes * busy)) if k.in_branch else k
+      for k in compiled.kernel_traffic
+    ]
+    by_part = kernels_by_part(kernels, work, dtype=dtype)
+    compiled_bytes = sum(row.num_bytes for row in by_part)
+    work = with_elementwise_bytes(work, {row.part: row.num_bytes for row in by_part})
   topology = layout.topology
   return Prediction(
     gpu=gpu,
@@ -249,6 +251,7 @@ def predict(
     checkpoint=_checkpoint(program, assumed),
     elementwise_bytes=compiled_bytes,
     formula_elementwise_bytes=int(formula_bytes),
+    elementwise_kernels=tuple(by_part),
     source=source,
     assumed=assumed,
   )

@@ -220,7 +220,7 @@ def tables(p: Prediction) -> str:
       'Memory per GPU\n' + table(memory_rows(p.memory), right=(1,)),
       'Time per step on a GPU\n'
       + table(time_rows(p.time), right=(2, 3, 4, 5))
-      + elementwise_line(p),
+      + elementwise_text(p),
       'What a GPU sends per step\n'
       + (table(traffic_rows(p), right=(3, 4, 5, 7)) if p.time.collectives else NO_TRAFFIC),
       f'A checkpoint has {show(p.checkpoint.num_bytes)}; writing one takes '
@@ -291,19 +291,37 @@ def time_rows(time: StepTime) -> list[tuple[str, ...]]:
   return [*rows, ('step', '', _ms(total), '100%', flops, num_bytes, '')]
 
 
-def elementwise_line(p: Prediction) -> str:
-  """Returns a line on what elementwise kernels read and write, as compiled; '' if it was not."""
+def elementwise_text(p: Prediction) -> str:
+  """Returns what elementwise kernels read and write by part, as compiled; '' if it was not."""
   if p.elementwise_bytes is None:
     return ''
-  bandwidth = p.gpu.memory_bandwidth * p.assumed.memory_efficiency
   compiled, formula = (
-    f'{show(num_bytes, GB=".1f")} ({seconds(num_bytes / bandwidth)})'
+    f'{show(num_bytes, GB=".1f")} ({seconds(_moving(p, num_bytes))})'
     for num_bytes in (p.elementwise_bytes, p.formula_elementwise_bytes)
   )
   return (
-    f'\nReading and writing outside of matrix kernels: {compiled} as compiled, which the times '
-    f'above follow in the proportions of the formulas; {formula} by formula.'
+    f'\n\nReading and writing outside of matrix kernels: {compiled} as compiled, which the times '
+    f'above follow; {formula} by formula\n' + table(elementwise_rows(p), right=(1, 2, 3))
   )
+
+
+def elementwise_rows(p: Prediction) -> list[tuple[str, ...]]:
+  """Returns a header, and bytes and largest kernels of each part of the model, as compiled."""
+  rows = [('part', 'GB by formula', 'GB as compiled', 'ms', 'largest kernels')]
+  for part in p.elementwise_kernels:
+    largest = (
+      f'{row.place} {row.result}: {show(row.num_bytes, GB=",.2f")} '
+      f'({seconds(_moving(p, row.num_bytes))})'
+      for row in part.largest
+    )
+    sizes = (f'{size / 1e9:,.2f}' for size in (part.formula_bytes, part.num_bytes))
+    rows.append((part.part, *sizes, _ms(_moving(p, part.num_bytes)), '; '.join(largest)))
+  return rows
+
+
+def _moving(p: Prediction, num_bytes: float) -> float:
+  """Returns the seconds in which a GPU reads and writes `num_bytes`."""
+  return num_bytes / (p.gpu.memory_bandwidth * p.assumed.memory_efficiency)
 
 
 def traffic_rows(p: Prediction) -> list[tuple[str, ...]]:
@@ -389,6 +407,7 @@ def prediction_json(p: Prediction) -> JsonObject:
     'peak_flops': p.peak_flops,
     'elementwise_bytes': p.elementwise_bytes,
     'formula_elementwise_bytes': p.formula_elementwise_bytes,
+    'elementwise_kernels': [dataclasses.asdict(part) for part in p.elementwise_kernels],
     'mfu': p.mfu,
     'total_steps': p.total_steps,
     'total_tokens': p.total_tokens,

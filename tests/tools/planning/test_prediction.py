@@ -103,15 +103,17 @@ def test_a_step_by_hand():
   assert time.seconds == pytest.approx(0.2 + 0.02 + 0.1 + 0.05 + 0.05, rel=1e-4)
 
 
-def test_compiled_bytes_take_the_proportions_of_the_formulas():
+def test_compiled_bytes_take_the_place_of_the_formula_in_each_part():
   dense = Work(part='attention', kind='attention', flops=1e9, num_bytes=1e9, backend='dense')
   norms = Work(part='norms', kind='memory', num_bytes=3e9, recomputed_bytes=1e9)
-  formula = [GEMM, dense, norms]
-  assert elementwise_bytes(formula) == 4e9
-  gemm, *others = with_elementwise_bytes(formula, 2e9)
-  assert gemm == GEMM
-  assert [w.num_bytes for w in others] == [0.5e9, 1.5e9]
-  assert [w.recomputed_bytes for w in others] == [0, 0.5e9]
+  formula = [GEMM, dense, norms, norms]
+  assert elementwise_bytes(formula) == {'attention': 1e9, 'norms': 6e9}
+  compiled = {'norms': 3e9, 'copies': 2e9}
+  found = with_elementwise_bytes(formula, compiled)
+  assert elementwise_bytes(found) == compiled
+  assert found[0] == GEMM
+  assert [w.num_bytes for w in found[1:]] == [0, 1.5e9, 1.5e9, 2e9]
+  assert [w.recomputed_bytes for w in found[1:]] == [0, 0.5e9, 0.5e9, 0]
 
 
 def test_hidden_time_is_at_most_that_of_matrix_kernels():

@@ -12,7 +12,9 @@ from t5x_gpu.tools.planning import screen
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.formulas import step_memory
 from t5x_gpu.tools.planning.gpu_targets import find_target
+from t5x_gpu.tools.planning.kernel_parts import PartKernels
 from t5x_gpu.tools.planning.prediction import PlanConfig, Planner
+from t5x_gpu.tools.planning.sharding import ElementwiseRow
 
 PLANNER = Planner(find_target('h100'), Assumptions(), jax.devices())
 
@@ -95,11 +97,19 @@ def test_the_hidden_shares_of_the_mesh_are_shown(t5):
 
 
 def test_what_a_compiled_step_reads_and_writes_is_next_to_the_formula(t5):
-  assert screen.elementwise_line(t5) == '', 'not compiled'
+  assert screen.elementwise_text(t5) == '', 'not compiled'
   by_formula = sum(part.num_bytes for part in t5.time.parts if part.kind == 'memory')
   assert t5.formula_elementwise_bytes == int(by_formula)
-  compiled = dataclasses.replace(t5, elementwise_bytes=4_500_000_000)
-  line = screen.elementwise_line(compiled)
-  assert '4.5 GB (1.68 ms) as compiled' in line
-  assert f'({screen.seconds(by_formula / 0.8 / 3.35232e12)}) by formula' in line
-  assert line in screen.tables(compiled)
+  swiglu = ElementwiseRow('backward Layer/mlp/mul', 'bf16[8 x 16]', 2, 4_000_000_000)
+  compiled = dataclasses.replace(
+    t5,
+    elementwise_bytes=4_500_000_000,
+    elementwise_kernels=(PartKernels('norms', 1e9, 4_500_000_000, (swiglu,)),),
+  )
+  text = screen.elementwise_text(compiled)
+  assert '4.5 GB (1.68 ms) as compiled' in text
+  assert f'({screen.seconds(by_formula / 0.8 / 3.35232e12)}) by formula' in text
+  assert text in screen.tables(compiled)
+  assert screen.elementwise_rows(compiled)[1:] == [
+    ('norms', '1.00', '4.50', '1.68', 'backward Layer/mlp/mul bf16[8 x 16]: 4.00 GB (1.49 ms)')
+  ]

@@ -6,8 +6,7 @@ products; each of their arrays is read and written once, as XLA fuses them.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
@@ -76,22 +75,32 @@ def step_work(shape: StepShape, program: Program, model: Model) -> list[Work]:
   return [*found, *_update(program, shape)]
 
 
-def elementwise_bytes(work: Sequence[Work]) -> float:
-  """Returns the bytes of all kernels but matrix products and attention kernels."""
-  return math.fsum(w.num_bytes for w in work if _is_elementwise(w))
+def elementwise_bytes(work: Sequence[Work]) -> dict[str, float]:
+  """Returns part -> bytes of its kernels other than matrix products and attention kernels."""
+  found: dict[str, float] = {}
+  for w in filter(_is_elementwise, work):
+    found[w.part] = found.get(w.part, 0.0) + w.num_bytes
+  return {part: num_bytes for part, num_bytes in found.items() if num_bytes}
 
 
-def with_elementwise_bytes(work: Sequence[Work], num_bytes: float) -> list[Work]:
-  """Returns `work` with `num_bytes` as `elementwise_bytes`, in the proportions of the formulas."""
-  ratio = num_bytes / (elementwise_bytes(work) or 1.0)
-  return [
-    dataclasses.replace(
+def with_elementwise_bytes(work: Sequence[Work], num_bytes: Mapping[str, float]) -> list[Work]:
+  """Returns `work` with `num_bytes` as its `elementwise_bytes`."""
+  formula = elementwise_bytes(work)
+
+  def scaled(w: Work) -> Work:
+    if not _is_elementwise(w) or w.part not in formula:
+      return w
+    ratio = num_bytes.get(w.part, 0.0) / formula[w.part]
+    return dataclasses.replace(
       w, num_bytes=ratio * w.num_bytes, recomputed_bytes=ratio * w.recomputed_bytes
     )
-    if _is_elementwise(w)
-    else w
-    for w in work
+
+  others = [
+    Work(part=part, kind='memory', num_bytes=size, in_layers=part in (ELEMENTWISE, STORED))
+    for part, size in num_bytes.items()
+    if part not in formula
   ]
+  return [*map(scaled, work), *others]
 
 
 def _is_elementwise(w: Work) -> bool:
