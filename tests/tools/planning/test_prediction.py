@@ -217,6 +217,7 @@ LEAST_BYTES = 2**20  # less is norms and sums of the loss
 # In FP8, a pipeline also keeps its kernels in 8 bits. For A100 and for 8 hosts, XLA keeps the whole
 # gradient of the tied table while the last layer computes. With `dots`, the loss keeps a chunk
 # after its loop.
+# By layer, with one short row per microbatch, XLA keeps less than all gradients of a layer.
 # On one GPU (1x1), where layers run without a loop, XLA keeps about one array of logits longer.
 MEMORY_OF = {
   'decoder_base dp h100 1x1': 0.15,
@@ -224,6 +225,7 @@ MEMORY_OF = {
   'decoder_base fsdp h100 1x8 dots': 0.15,
   'decoder_base pp h100 1x8 overlap_layers': 0.15,
   'decoder_base 3d h100 1x8 fp8': 0.15,
+  'decoder_base hsdp h100 2x8 by layer': 0.25,
   'llama3_2_1b fsdp a100-80 1x8': 0.15,
   'llama3_2_1b fsdp h100 8x8': 0.15,
 }
@@ -233,10 +235,12 @@ TRAFFIC_OF = {
   'decoder_base 3d h100 1x8 fp8': 0.04,  # XLA all-reduces what it scatters in bfloat16
 }
 # Bytes that elementwise kernels read and write. With four microbatches, the relative bias is
-# computed four times, which counts in a small model; layers of a pipeline store its buckets.
+# computed four times, which counts in a small model, most with one short row per microbatch; layers
+# of a pipeline store its buckets.
 ELEMENTWISE = 0.14
 ELEMENTWISE_OF = {
   'decoder_base fsdp h100 1x8 by microbatch': 0.25,
+  'decoder_base hsdp h100 2x8 by layer': 0.65,
   'decoder_base pp h100 1x8': 0.2,
   'decoder_base pp h100 1x8 overlap_layers': 0.2,
   'decoder_base 3d h100 1x8': 0.25,

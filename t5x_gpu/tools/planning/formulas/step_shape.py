@@ -61,7 +61,8 @@ class StepShape:
     recomputes: what the backward pass recomputes: '', 'attention', or 'layers'.
     keeps: `remat_policy` that decides what is stored.
     by_layer: whether a layer takes all microbatches before the next layer, and is recomputed.
-    fills_stacks: whether the arrays that layers keep are copied into zeros.
+    fills_stacks: whether the arrays that layers keep move once more: into zeros, or in a pipeline's
+      ticks.
     sequence_parallel: whether norms and residuals are split over `model`.
     head_rows: rows whose logits the busiest device computes.
     loss_chunks: parts of the length in which it computes logits; 0 for all logits at once.
@@ -165,7 +166,7 @@ def step_shape(
     recomputes=recomputes,
     keeps='full' if by_layer or pipeline else remat,
     by_layer=by_layer,
-    fills_stacks=by_layer or not (pipeline or layout.region.layers_ahead),
+    fills_stacks=not layout.region.layers_ahead or by_layer,
     sequence_parallel='model' in layout.rules.activations.get('residual_length', ()),
     head_rows=head_rows,
     loss_chunks=chunks,

@@ -76,11 +76,12 @@ class SearchState:
       self.refused[score.variant] = outcome
       return
     self.compiled[score.variant] = outcome
-    for relatives in (score.family, score.variant.dtype):
-      ratio = outcome.memory.needed_bytes / score.needed_bytes
+    ratio = outcome.memory.needed_bytes / score.needed_bytes
+    for relatives in (_without_overlap(score.family), score.variant.dtype):
       self._memory_ratios.setdefault(relatives, []).append(ratio)
-      if outcome.memory.fits:  # otherwise XLA hides fewer collectives
-        ratio = outcome.seconds_per_step / score.seconds
+    if outcome.memory.fits:  # the time of a variant that is too large is void
+      ratio = outcome.seconds_per_step / score.seconds
+      for relatives in (score.family, score.variant.dtype):
         self._ratios.setdefault(relatives, []).append(ratio)
 
   def estimate(self, score: Score) -> float:
@@ -99,12 +100,12 @@ class SearchState:
   def needed_bytes(self, score: Score) -> float:
     """Returns the memory that a GPU needs: as compiled, or by formula and corrected.
 
-    The correction is the family's largest ratio of compiled to formula, else the precision's
-    smallest.
+    The correction is the largest ratio of compiled to formula in the family, with overlap_layers or
+    without it, else the precision's smallest.
     """
     if score.variant in self.compiled:
       return self.compiled[score.variant].memory.needed_bytes
-    of_family = self._memory_ratios.get(score.family)
+    of_family = self._memory_ratios.get(_without_overlap(score.family))
     if of_family:
       return score.needed_bytes * max(of_family)
     return score.needed_bytes * min(self._memory_ratios.get(score.variant.dtype, [1.0]))

@@ -166,6 +166,18 @@ def test_overlap_layers_is_compiled_first_and_its_twin_later():
   assert found.next('bfloat16', 3) == [plain, other]
 
 
+def test_a_layout_that_is_too_large_with_overlap_layers_is_not_tried_without():
+  twin, small = score(1.0, 90, least=0.5), score(1.2, 50, least=0.5, num_microbatches=4)
+  ahead = dataclasses.replace(twin, variant=score(1.0, num_microbatches=9).variant)
+  ahead, small = (dataclasses.replace(s, family=('a', 'overlap_layers')) for s in (ahead, small))
+  other = score(1.4, 50, family='bb')
+  found = SearchState(scores=[twin, ahead, small, other])
+  found.add(other, CompiledAs(1.4, needed=50))
+  assert found.next('bfloat16', 3) == [ahead]
+  found.add(ahead, CompiledAs(1.0, needed=126))
+  assert found.next('bfloat16', 3) == [small]
+
+
 def test_the_run_as_it_is_is_found_whatever_its_settings_without_effect():
   case = Case(
     model='llama3_2_1b',
