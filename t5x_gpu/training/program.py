@@ -252,7 +252,7 @@ _NEEDED_SETTINGS = {
 def _notes_on_settings(config: StepConfig, layout: Layout) -> Iterator[str]:
   """Yields notes on settings that another setting makes void or costly."""
   partitioner, of_model = config.partitioner, config_of(config.model)
-  if layout.mesh.size > 1:  # on one device, it is clear that no layout has an effect
+  if layout.mesh.size > 1:  # a single device has no layout, so notes on it would be noise
     for setting, axis in _changed(partitioner, _NEEDED_AXES):
       if layout.mesh.shape[axis] == 1:
         yield f'{setting} has no effect: the mesh has one device along {axis}'

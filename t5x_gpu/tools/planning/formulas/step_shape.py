@@ -166,7 +166,7 @@ def step_shape(
     recomputes=recomputes,
     keeps='full' if by_layer or pipeline else remat,
     by_layer=by_layer,
-    fills_stacks=not layout.region.layers_ahead or by_layer,
+    fills_stacks=not layout.region.layers_ahead,
     sequence_parallel='model' in layout.rules.activations.get('residual_length', ()),
     head_rows=head_rows,
     loss_chunks=chunks,
