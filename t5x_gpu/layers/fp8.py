@@ -18,6 +18,7 @@ import abc
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
@@ -82,12 +83,15 @@ class Quantized(LowPrecisionKernel):
       array's gradient: the gradient of `values` could only have 8 bits.
     amax: for a kernel under delayed scaling: float32 [Operand], the largest values that set the
       scales of its matmuls. Its gradient holds the largest values of this step. Otherwise None.
+    by_feature: whether the matmul of its gradient writes features first, for a reduce-scatter over
+      the last dimension. XLA does not move a transpose across the scale, and would transpose.
   """
 
   values: jax.Array
   scale: jax.Array
   port: jax.Array
   amax: Optional[jax.Array] = None
+  by_feature: bool = flax.struct.field(pytree_node=False, default=False)
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -105,7 +109,7 @@ class Quantized(LowPrecisionKernel):
 
   def product(self, x: Union[jax.Array, 'Quantized'], num_in: int) -> jax.Array:
     x = self.operand(x)
-    product = _Product(num_in, x.port.dtype, self.port.dtype)
+    product = _Product(num_in, x.port.dtype, self.port.dtype, self.by_feature)
     return _product(product, *_arrays(x), *_arrays(self), self.amax)
 
 
@@ -261,6 +265,7 @@ class _Product:
   num_in: int
   x_dtype: DTypeLike
   kernel_dtype: DTypeLike
+  by_feature: bool  # as in `Quantized`
 
 
 # Contracts the last dimensions of the first operand with the first dimensions of the second.
@@ -301,7 +306,11 @@ def _backward(p: _Product, saved: _Saved, gradient: jax.Array) -> tuple[Optional
   rows = tuple(range(x8.ndim - p.num_in))
   features = tuple(range(len(rows), g8.ndim)), tuple(range(p.num_in, w8.ndim))
   dx = _dot(g8, _e4m3(w8), features, g_scale * w_scale, p.x_dtype)
-  dw = _dot(_e4m3(x8), g8, (rows, rows), x_scale * g_scale, p.kernel_dtype)
+  if p.by_feature:
+    dw = _dot(g8, _e4m3(x8), (rows, rows), x_scale * g_scale, p.kernel_dtype)
+    dw = dw.reshape(math.prod(w8.shape[p.num_in :]), -1).T.reshape(w8.shape)
+  else:
+    dw = _dot(_e4m3(x8), g8, (rows, rows), x_scale * g_scale, p.kernel_dtype)
   return None, None, dx, None, None, dw, seen(amax, Operand.GRADIENT, gradient)
 
 
@@ -412,7 +421,7 @@ def _make_whole(
   """Returns the whole kernel of a layer."""
   del part, earlier, largest
   values = dims.gather(values) if is_gathered else values
-  return Quantized(values, scale, values.astype(jnp.float32), amax)
+  return Quantized(values, scale, values.astype(jnp.float32), amax, by_feature=dims.fsdp == -1)
 
 
 def _use_forward(
