@@ -290,25 +290,39 @@ def project_together(
     for name, init in kernel_inits.items()
   ]
   operand = fp8.operand(x, maps[0].kernel)
+  converts = isinstance(operand, Quantized)
   if len(maps) > 1 and split_ways(axes[1]) > 1:
     kernels = (m.kernel.astype(dtype) for m in maps)
     stacked = on_kernels(lambda *k: jnp.stack(k, axis=1), *kernels)
-    (y,) = _separate([shard(contract(operand, stacked), 'batch', 'length', None, axes[1])])
+    product = shard(contract(operand, stacked), 'batch', 'length', None, axes[1])
+    (y,) = _separate([product], only_forward=converts)
     return [m.finish(y[:, :, i], x) for i, m in enumerate(maps)]
   out = [shard(contract(operand, m.kernel), 'batch', 'length', axes[1]) for m in maps]
   out = [m.finish(y, x) for y, m in zip(out, maps, strict=True)]
-  return _separate(out) if len(out) > 1 else out
+  return _separate(out, only_forward=converts) if len(out) > 1 else out
 
 
-def _separate(products: list[jax.Array]) -> list[jax.Array]:
+def _separate(products: list[jax.Array], *, only_forward: bool) -> list[jax.Array]:
   """Returns `products` behind a barrier.
 
   XLA merges no kernels that read a matmul's result directly. Behind the barrier, one kernel
   computes the hidden features and the gradients of all branches. The name lets remat policies
   store the arrays behind it. Otherwise the backward pass would repeat the barrier, and XLA copy
   each layer's arrays out of their stacks in front of it.
+
+  Args:
+    products: results of matmuls.
+    only_forward: whether gradients pass no barrier. In 8 bits, the kernel that computes them finds
+      their largest values, too (`fp8.converted`).
   """
-  return [checkpoint_name(y, fp8.PRODUCT) for y in jax.lax.optimization_barrier(products)]
+  barrier = _forward_barrier if only_forward else jax.lax.optimization_barrier
+  return [checkpoint_name(y, fp8.PRODUCT) for y in barrier(products)]
+
+
+_forward_barrier = jax.custom_vjp(lambda arrays: jax.lax.optimization_barrier(arrays))
+_forward_barrier.defvjp(
+  lambda arrays: (jax.lax.optimization_barrier(arrays), None), lambda _, gradients: (gradients,)
+)
 
 
 class LinearParams(nn.Module):

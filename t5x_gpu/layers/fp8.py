@@ -247,7 +247,10 @@ def _converted(
   if amax is not None:
     scale = scale_of(amax[which], dtype)
     return saturated(x, scale, dtype), scale
-  scale = scale_of(largest_value(x), dtype)
+  largest = largest_value(x)
+  if which == Operand.GRADIENT:
+    x, largest = jax.lax.optimization_barrier((x, largest))
+  scale = checkpoint_name(scale_of(largest, dtype), SCALE)
   return to_8_bits(x, scale, dtype), scale
 
 
@@ -273,6 +276,7 @@ _Dimensions = tuple[tuple[int, ...], tuple[int, ...]]
 # What models/remat.py stores of a product: its result. A product of 8-bit operands before the scale
 # would be read and written once more, forward and backward.
 PRODUCT = 'product'
+SCALE = 'scale'
 
 # Both operands, and `amax`.
 _Arguments = tuple[*_Arrays, *_Arrays, Optional[jax.Array]]

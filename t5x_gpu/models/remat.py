@@ -19,7 +19,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
-from t5x_gpu.layers.fp8 import PRODUCT
+from t5x_gpu.layers.fp8 import PRODUCT, SCALE
 from t5x_gpu.partitioning.ring_attention import RESULTS
 
 # (primitive, *arguments, **parameters) -> whether, or where, to store the results.
@@ -31,14 +31,14 @@ _DOTS = frozenset({'dot_general', 'ragged_dot_general', 'ragged_dot', 'pallas_ca
 _DEVICE_TO_HOST = dict(offload_src='device', offload_dst='pinned_host')
 _offload_dots = jax.checkpoint_policies.offload_dot_with_no_batch_dims(**_DEVICE_TO_HOST)
 _offload_inputs = jax.checkpoint_policies.save_and_offload_only_these_names(
-  names_which_can_be_saved=(),
+  names_which_can_be_saved=(SCALE,),
   names_which_can_be_offloaded=(LAYER_INPUT, PRODUCT),
   **_DEVICE_TO_HOST,
 )
 _dots_with_weights = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 # Attention has a name: loops and nested regions hide its matrix products and kernels.
-_named_results = jax.checkpoint_policies.save_only_these_names(RESULTS, PRODUCT)
-_named_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+_named_results = jax.checkpoint_policies.save_only_these_names(RESULTS, PRODUCT, SCALE)
+_named_products = jax.checkpoint_policies.save_only_these_names(PRODUCT, SCALE)
 
 
 def _lacks_scale(primitive: Primitive, args: Sequence[Any]) -> bool:
@@ -67,7 +67,7 @@ POLICIES: dict[str, Optional[Policy]] = {
   'none': None,
   'minimal': _minimal,
   'dots': _all_dots,
-  'full': jax.checkpoint_policies.nothing_saveable,
+  'full': jax.checkpoint_policies.save_only_these_names(SCALE),
   'offload': _offload,
 }
 
