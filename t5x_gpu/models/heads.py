@@ -166,9 +166,9 @@ def _logit_terms(
     # A table is gathered, and its gradient scattered, with the split dimension first. In this
     # order, XLA need not transpose them.
     vocab_first = not is_gathered_by_embed(table)
-    table = whole(table, config.compute_dtype)
+    table = whole(table, config.compute_dtype, wide=True)
     return [(x, table if vocab_first else table.T)], vocab_first
-  own = whole(params['logits_dense'], config.compute_dtype)['projection']
+  own = whole(params['logits_dense'], config.compute_dtype, wide=True)['projection']
   if FACTORS[0] not in own:
     return [(x, own['kernel'])], False
   down, up = (own[name].astype(x.dtype) for name in FACTORS)
