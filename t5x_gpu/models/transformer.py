@@ -34,7 +34,7 @@ from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
 from t5x_gpu.partitioning.axis_rules import is_named, shard, split_ways
 from t5x_gpu.partitioning.layer_stacks import Params
-from t5x_gpu.partitioning.parameters import over_layers
+from t5x_gpu.partitioning.parameters import over_layers, own_loop
 
 
 @flax.struct.dataclass
@@ -337,7 +337,7 @@ def scan_layers(
     return x, caches, charges if more is None else charges + more
 
   unroll = config.scan_unroll or 1
-  if caches is None:
+  if caches is None and own_loop(params) is None:
     unroll = layers_per_iteration(
       config,
       jax.tree.leaves(params)[0].shape[0],

@@ -14,6 +14,7 @@ from typing import Optional
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.tree_util import PyTreeDef
 
@@ -34,6 +35,7 @@ from t5x_gpu.partitioning.parameters import (
   Policy,
   Weights,
   Wrapper,
+  as_parameter,
   is_parameter,
   whole,
 )
@@ -51,20 +53,25 @@ def run_in_place(
   policy: Optional[Policy],
   unroll: int,
 ) -> Tree:
-  """Returns `carry` after the layers of a block, as `over_layers`; all `params` are `InPlace`."""
+  """Returns `carry` after the layers of a block, as `over_layers`.
+
+  Trained `params` are `InPlace`; others may be arrays.
+  """
   leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
+  block = next(leaf for leaf in leaves if isinstance(leaf, InPlace))
   loop = _Loop(
     layer,
     treedef,
     dtype,
     policy or jax.checkpoint_policies.everything_saveable,
-    leaves[0].size,
+    block.size,
     unroll,
   )
   layers = jax.custom_vjp(loop.forward)
   layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)
-  places = jnp.asarray(leaves[0].start, jnp.int32), jnp.asarray(first_layer, jnp.int32)
-  return layers([leaf.param for leaf in leaves], carry, shared, places)
+  places = jnp.asarray(block.start, jnp.int32), jnp.asarray(first_layer, jnp.int32)
+  params = [leaf.param if isinstance(leaf, InPlace) else as_parameter(leaf) for leaf in leaves]
+  return layers(params, carry, shared, places)
 
 
 @flax.struct.dataclass
@@ -124,7 +131,7 @@ class _Loop:
       weights = jax.tree.unflatten(self.treedef, self._weights(leaves, places[0] + i))
       return self.layer(weights, carry, shared, places[1] + i), None
 
-    return jax.lax.scan(body, carry, jnp.arange(self.size), unroll=self.unroll)[0]
+    return jax.lax.scan(body, carry, np.arange(self.size), unroll=self.unroll)[0]
 
   def forward_and_kept(
     self,
@@ -143,7 +150,7 @@ class _Loop:
     def body(carry: Tree, i: jax.Array) -> tuple[Tree, Tree]:
       return step.forward(self._weights(leaves, places[0] + i), carry, flat, places[1] + i)
 
-    carry, stored = scan(body, carry, jnp.arange(self.size), unroll=self.unroll)
+    carry, stored = scan(body, carry, np.arange(self.size), unroll=self.unroll)
     return carry, _Kept(leaves, flat, places, stored, step=step, shared_tree=shared_tree)
 
   def backward(self, kept: _Kept, gradient: Tree) -> Tree:
@@ -166,7 +173,7 @@ class _Loop:
       [_zeros(p.split.part) if p.split.earlier is None else p.split.earlier for p in trained],
     )
     (gradient, of_shared, totals), others = scan(
-      body, state, (jnp.arange(self.size), kept.stored), reverse=True, unroll=self.unroll
+      body, state, (np.arange(self.size), kept.stored), reverse=True, unroll=self.unroll
     )
     gradients = [p.as_gradient(*x) for p, *x in zip(trained, totals, others, strict=True)]
     of_shared = merged(step.differentiated, of_shared, [None] * len(kept.shared))

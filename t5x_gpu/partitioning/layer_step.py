@@ -146,11 +146,15 @@ def scan(
   """As `jax.lax.scan`, but the stacks of its results start without values.
 
   JAX fills them with zeros. XLA writes these zeros, and copies them for every further stack of the
-  same shape. The result has no gradient.
+  same shape. The result has no gradient. Without a loop (`unroll` is the number of iterations), XLA
+  drops the stacks of values that another call takes apart, if NumPy arrays index them.
   """
   size = len(jax.tree.leaves(xs)[0])
   if unroll >= size:
-    return jax.lax.scan(body, carry, xs, unroll=unroll, reverse=reverse)
+    results: list[Tree] = [None] * size
+    for i in reversed(range(size)) if reverse else range(size):
+      carry, results[i] = body(carry, jax.tree.map(lambda x: x[i], xs))
+    return carry, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *results)
 
   def step(state: Tree, of_layer: Tree) -> tuple[Tree, None]:
     (carry, stacks), (i, x) = state, of_layer

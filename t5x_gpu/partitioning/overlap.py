@@ -22,6 +22,7 @@ from typing import Any, Optional
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.tree_util import PyTreeDef
 
@@ -332,7 +333,7 @@ class _Loop:
 
     last = _num_layers(leaves) - 1
     state = carry, self._gathered(leaves, 0)
-    (carry, ahead), stored = self._scan(body, state, jnp.arange(last))
+    (carry, ahead), stored = self._scan(body, state, np.arange(last))
     carry, stored_last = step(self._weights(leaves, ahead, last), carry, first + last)
     return carry, stored, stored_last, ahead
 
@@ -350,7 +351,7 @@ class _Loop:
 
     def body(state: Tree, i: Index) -> Tree:
       ahead, (pending, gradient, of_shared), total = state
-      following = self._gathered(leaves, i - 1)
+      following = self._gathered(to_gather, i - 1)
       total = self._with_layer(total, trained, at_end, pending, i + 1)
       (pending, gradient, more), others = one(ahead, entry(kept.stored, i), gradient, i)
       of_shared = jax.tree.map(jnp.add, of_shared, more)
@@ -359,8 +360,9 @@ class _Loop:
     trained = chosen(step.trained, leaves)
     at_end = _are_summed_at_end(trained)
     total = [self._no_gradients(leaf, late) for leaf, late in zip(trained, at_end)]
-    ahead = self._gathered(leaves, max(last - 1, 0))
     gradient = jax.tree.map(instantiated, gradient, is_leaf=is_zero)
+    to_gather = _to_gather(leaves, gradient) if self.unroll >= last else leaves
+    ahead = self._gathered(to_gather, max(last - 1, 0))
     stored_last = _after(kept.stored_last, gradient)
     done, others = one(kept.ahead_last, stored_last, gradient, last)
     is_sent = [t and not is_zero(x) for t, x in zip(kept.after_trained, of_after, strict=True)]
@@ -370,7 +372,7 @@ class _Loop:
     of_after = merged(is_sent, sent, [None] * len(of_after))
     state = ahead, done, total
     if last:
-      state, middle = self._scan(body, state, jnp.arange(1, last), reverse=True)
+      state, middle = self._scan(body, state, np.arange(1, last), reverse=True)
       state, first = body(state, 0)  # the weights gathered here are not used
       parts = (jax.tree.map(lambda x: x[None], tree) for tree in (first, others))
       others = jax.tree.map(lambda a, b, c: jnp.concatenate([a, c, b]), *parts, middle)
@@ -507,6 +509,23 @@ def _as_gradient(leaf: _Leaf, part: jax.Array, others: Tree) -> Tree:
 
 def _num_layers(leaves: _Leaves) -> int:
   return jax.tree.leaves(leaves)[0].shape[0]
+
+
+def _to_gather(leaves: _Leaves, gradient: Tree) -> _Leaves:
+  """Returns `leaves`, to be gathered only once `gradient` is known.
+
+  Without a loop, XLA would keep what the forward pass gathers: the weights of all layers.
+  """
+  first = jax.tree.leaves(gradient)[0]
+  axes = tuple(jax.typeof(first).manual_axis_type.varying)
+
+  def behind(leaf: _Leaf) -> _Leaf:
+    if not _is_gathered(leaf):
+      return leaf
+    leaf = jax.tree.map(lambda x: varying(x, axes), leaf)
+    return jax.lax.optimization_barrier((leaf, first))[0]
+
+  return list(map(behind, leaves))
 
 
 def _after(arrays: list[jax.Array], gradient: Tree) -> list[jax.Array]:

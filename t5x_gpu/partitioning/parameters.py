@@ -362,8 +362,7 @@ def over_layers(
       everything except gathered parameters.
     unroll: layers per iteration.
   """
-  leaves = jax.tree.leaves(params, is_leaf=is_parameter)
-  loop = next((p.loop for p in leaves if is_parameter(p) and p.loop is not None), None)
+  loop = own_loop(params)
   if loop is not None:
     options = dict(dtype=dtype, first_layer=first_layer, policy=policy, unroll=unroll)
     return loop(layer, params, carry, shared, **options)
@@ -385,6 +384,12 @@ def over_layers(
     body = jax.checkpoint(body, policy=policy, prevent_cse=unroll == num_layers)
   numbers = first_layer + jnp.arange(num_layers)
   return jax.lax.scan(body, carry, (params, numbers), unroll=unroll)[0]
+
+
+def own_loop(params: Params) -> Optional[Callable[..., Tree]]:
+  """Returns the `Parameter.loop` of `params`; None for the loop of `over_layers`."""
+  leaves = jax.tree.leaves(params, is_leaf=is_parameter)
+  return next((p.loop for p in leaves if is_parameter(p) and p.loop is not None), None)
 
 
 # Primitives that compute a layer's weights from its parameters. Their results are not stored for

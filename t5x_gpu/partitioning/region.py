@@ -21,6 +21,7 @@ from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rul
 from t5x_gpu.partitioning.fsdp import own_table
 from t5x_gpu.partitioning.manual_collectives import InFloat32, Reducer
 from t5x_gpu.partitioning.mesh_sizes import OUTER_AXES
+from t5x_gpu.partitioning.in_place import InPlace
 from t5x_gpu.partitioning.overlap import Ahead, with_ports
 from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, dims_of
 from t5x_gpu.partitioning.pipeline import LayerSums
@@ -43,7 +44,8 @@ class Reduction:
   Attributes:
     over_all_axes: whether it sums gradients over all devices, not only over `fsdp`. The
       differentiated parts, and their gradients, then do not vary over `Region.sum_axes`.
-    earlier: with `over_all_axes`, gradients of earlier microbatches, not summed over these axes.
+    earlier: gradients of earlier microbatches, which the gradients of the pass contain; with
+      `over_all_axes`, not summed over these axes.
     in_layers: whether the model calls `whole` on each layer, so that a layer's gradients are
       summed as soon as they are known; otherwise all layers' gradients are summed together.
     first_stack: tree of bools: whether a parameter belongs to the layers that run first, and can
@@ -123,6 +125,11 @@ class Region:
   def layers_ahead(self) -> bool:
     """Whether loops over layers communicate one layer ahead."""
     return self.overlap_layers and self.sums_in_backward
+
+  def adds_in_place(self, reduction: Reduction) -> bool:
+    """Whether the backward loop over layers adds each gradient to the earlier ones (`InPlace`)."""
+    sums = self.reduces_in_backward or reduction.over_all_axes
+    return reduction.in_layers and reduction.earlier is not None and not sums
 
   @property
   def sums_in_last_tick(self) -> bool:
@@ -244,7 +251,9 @@ class Region:
       split = self._split(axis_names, part, param, before, reduces=reduces)
       is_split = split.dims.fsdp is not None
       if reduction.in_layers and 'layers' in axis_names.names:
-        if not is_split and not reduces:
+        if self.adds_in_place(reduction):
+          return InPlace(split, 0, part.shape[0])
+        if not is_split and not reduces and before is None:
           return part
         return Ahead(split) if self.overlap_layers else split
       split = split.summed_once()

@@ -39,7 +39,7 @@ from t5x_gpu.partitioning.layer_stacks import (
   with_member,
   without_layers,
 )
-from t5x_gpu.partitioning.parameters import whole
+from t5x_gpu.partitioning.parameters import is_parameter, whole
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from t5x_gpu.partitioning.region import Reduction, Region, is_places
@@ -205,10 +205,10 @@ class _Results:
   sums: Sums
   amaxes: Tree
 
-  def plus(self, other: '_Results') -> '_Results':
-    """Returns the results of both passes together."""
-    grads, sums = jax.tree.map(jnp.add, (self.grads, self.sums), (other.grads, other.sums))
-    return _Results(grads, sums, jax.tree.map(jnp.maximum, self.amaxes, other.amaxes))
+  def before(self, later: '_Results') -> '_Results':
+    """Returns the results of both passes; `later.grads` already contain `self.grads`."""
+    sums = jax.tree.map(jnp.add, self.sums, later.sums)
+    return _Results(later.grads, sums, jax.tree.map(jnp.maximum, self.amaxes, later.amaxes))
 
 
 # (parts, local rows, how gradients are reduced) -> the results of a pass over these rows.
@@ -237,6 +237,7 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
   trained_names, frozen_names = trained.split(names)
   dtype = compute_dtype(model)
   reduction = _reduction(model, region, trained_names, by_layer=by_layer)
+  is_fp8 = fp8_scaling_of(model) is not None
   last = reduction  # in the last microbatch
   if region.sums_in_backward or region.sums_in_last_tick:
     last = dataclasses.replace(reduction, over_all_axes=True)
@@ -247,10 +248,15 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
     kept, frozen = trained.split(kept)
     frozen = region.frozen(frozen, frozen_names, dtype)
 
+    def model_params(parts: Params, amaxes: Tree, reduction: Reduction) -> Params:
+      params = region.parameters(parts, kept, trained_names, reduction)
+      return with_kernel_amaxes(trained.join(params, frozen), amaxes)
+
     def one_pass(parts: Params, batch: Batch, reduction: Reduction) -> _Results:
       def loss_sum(parts: Params, amaxes: Tree) -> tuple[jax.Array, Sums]:
-        params = region.parameters(parts, kept, trained_names, reduction)
-        params = with_kernel_amaxes(trained.join(params, frozen), amaxes)
+        params = model_params(parts, amaxes, reduction)
+        if convert is not None:
+          params = convert(params)
         if by_layer:
           sums = breadth_first_loss(model, params, batch, num_microbatches, dropout_key=dropout_key)
         else:
@@ -275,7 +281,9 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
       parts = jax.tree.map(region.varying, region.gathered(kept, trained_names, dtype))
     copies = region.copies(parts, trained_names)
     early = region.copies(kept, trained_names) if region.scatters_once else copies
-    passes = 1 if by_layer else num_microbatches
+    passes, convert = 1 if by_layer else num_microbatches, None
+    if is_fp8 and passes > 1 and model.gathers_layers and region.pipeline is None and not amaxes:
+      convert = _converted_once(model, model_params(early, amaxes, reduction), rounds=False)
     results = _over_microbatches(one_pass, reduction, last, early, copies, batch, passes, region)
     grads = region.sum_copies(results.grads, parts, trained_names)
     if not region.sums_in_backward:
@@ -342,8 +350,8 @@ def _over_microbatches(
   # Otherwise XLA on GPUs computes activations of this microbatch before the others are done with
   # theirs; they then do not fit, or leave no memory to hide collectives.
   final, grads = jax.lax.optimization_barrier((final, earlier.grads))
-  results = one_pass(parts, {**final, **same}, dataclasses.replace(last, earlier=grads))
-  return results.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=results.grads)
+  last = dataclasses.replace(last, earlier=grads)
+  return earlier.before(one_pass(parts, {**final, **same}, last))
 
 
 def _scan_microbatches(
@@ -358,7 +366,8 @@ def _scan_microbatches(
 
   def body(carry: _Results, microbatch: Batch) -> tuple[_Results, None]:
     carry, microbatch = jax.lax.optimization_barrier((carry, microbatch))  # one after the other
-    return carry.plus(one_pass(parts, {**microbatch, **same}, reduction)), None
+    adding = dataclasses.replace(reduction, earlier=carry.grads)
+    return carry.before(one_pass(parts, {**microbatch, **same}, adding)), None
 
   first = jax.tree.map(lambda x: x[0], microbatches)
   zeros = jax.tree.map(
@@ -530,20 +539,33 @@ def _completed(
   """
   if not model.gathers_layers:
     return functools.partial(trained.join, frozen=frozen)
-  params, options = trained.join(parts, frozen), dict(scaling=fp8_scaling_of(model))
-  options['rounds'] = model.takes_rounded_kernels
+  convert = _converted_once(model, trained.join(parts, frozen), rounds=True)
+  return lambda parts: convert(trained.join(parts, frozen))
+
+
+def _converted_once(model: Model, params: Params, *, rounds: bool) -> Callable[[Params], Params]:
+  """Returns a function that adds the kernels of `params`, converted for the matmuls, to `params`.
+
+  Call it before a loop in which layers run several times; call the function inside.
+
+  Args:
+    model: the model; it `gathers_layers`.
+    params: all parameters in the region.
+    rounds: whether kernels that are not in 8 bits are rounded to the compute dtype.
+  """
+  options = dict(scaling=fp8_scaling_of(model), rounds=rounds and model.takes_rounded_kernels)
+  params = jax.tree.map(lambda p: p.split if is_parameter(p) else p, params, is_leaf=is_parameter)
   added = {
     stack: kernels_converted_once(layers_of(params, stack), compute_dtype(model), **options)
     for stack in model.stacks
   }
 
-  def complete(parts: Params) -> Params:
-    params = trained.join(parts, frozen)
+  def convert(params: Params) -> Params:
     for stack, of_stack in added.items():
       params = with_layers(params, stack, of_stack(layers_of(params, stack)))
     return params
 
-  return complete
+  return convert
 
 
 @dataclasses.dataclass(frozen=True)
