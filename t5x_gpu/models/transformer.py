@@ -247,17 +247,24 @@ _MOST_UNROLLED = 32
 
 
 def layers_per_iteration(
-  config: TransformerConfig, num_layers: int, *, num_devices: int, platform: str
+  config: TransformerConfig, num_layers: int, *, num_devices: int, platform: str, own_loop: bool
 ) -> int:
   """Returns `scan_unroll`, by default all layers on a single GPU if they are not too many.
 
   A loop keeps what its layers store for the backward pass in stacked arrays: it fills them with
   zeros, copies each value into them and later out of them, 24 of 292 ms of a step with 1.3B
-  parameters on an H200 (docs/performance.md).
+  parameters on an H200 (docs/performance.md). With microbatches, the loop that adds gradients in
+  place (`InPlace`) moves as little as no loop, in less memory.
+
+  Args:
+    config: the model's config.
+    num_layers: number of layers.
+    num_devices, platform: where they run.
+    own_loop: whether their parameters bring a loop (`parameters.own_loop`).
   """
   if config.scan_unroll is not None:
     return config.scan_unroll
-  fits = num_devices <= 1 and platform == 'gpu' and num_layers <= _MOST_UNROLLED
+  fits = not own_loop and num_devices <= 1 and platform == 'gpu' and num_layers <= _MOST_UNROLLED
   return num_layers if fits else 1
 
 
@@ -337,12 +344,13 @@ def scan_layers(
     return x, caches, charges if more is None else charges + more
 
   unroll = config.scan_unroll or 1
-  if caches is None and own_loop(params) is None:
+  if caches is None:
     unroll = layers_per_iteration(
       config,
       jax.tree.leaves(params)[0].shape[0],
       num_devices=jax.sharding.get_abstract_mesh().size,
       platform=choose.hardware().platform,
+      own_loop=own_loop(params) is not None,
     )
   return over_layers(
     one,

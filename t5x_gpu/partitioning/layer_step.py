@@ -150,6 +150,8 @@ def scan(
   drops the stacks of values that another call takes apart, if NumPy arrays index them.
   """
   size = len(jax.tree.leaves(xs)[0])
+  if not size:
+    return jax.lax.scan(body, carry, xs)
   if unroll >= size:
     results: list[Tree] = [None] * size
     for i in reversed(range(size)) if reverse else range(size):

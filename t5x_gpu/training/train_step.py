@@ -26,6 +26,7 @@ from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
 from t5x_gpu.models.losses import Sums, averaged_per_sequence, checked_sums
 from t5x_gpu.models.model import PIECES, Model, compute_dtype, config_of, fp8_scaling_of, is_layered
+from t5x_gpu.models.remat import POLICIES
 from t5x_gpu.models.precision import in_8_bits, kernels_converted_once, rounded_once
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
@@ -406,7 +407,7 @@ def breadth_first_loss(
     dropout_key: key of the step.
   """
   same, microbatches = _split_rows(batch, num_microbatches)
-  parted = _parted(microbatches)
+  parted, scales = _parted(microbatches), POLICIES['full']
 
   def in_float32(params: Params) -> Params:
     # So that the gradients of the microbatches add up in float32.
@@ -427,7 +428,7 @@ def breadth_first_loss(
     stacked = jax.tree.map(lambda w: w[None], weights)
     amaxes = [fp8.copies(a, num_microbatches) for a in fp8.amaxes_of(stacked)]
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
+    @functools.partial(jax.checkpoint, prevent_cse=False, policy=scales)
     def one(of_microbatch: tuple[Tree, Batch, list[jax.Array]]) -> Tree:
       x, microbatch, amaxes = of_microbatch
       y = run_layers(
@@ -455,7 +456,7 @@ def breadth_first_loss(
   x = model.embed(rest, batch, dropout_key=dropout_key)
   x = _parted(jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x))
   for stack in stacks:
-    body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False)
+    body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False, policy=scales)
     layers, count = layers_of(params, stack), num_layers(params, stack)
     scaling = fp8_scaling_of(model)
     if scaling is not None:

@@ -57,8 +57,8 @@ _BIASED_HEADS, _BIAS = Passes(2, 0, 2), Passes(0, 1, 0)
 _IN, _OUT, _ZEROS = 2.0, 1.4, 1.0
 # Passes over a layer's inputs, outputs and their gradients by its loop over microbatches.
 _MICROBATCH = 10.0
-# Bytes per parameter: to convert it; to write its gradient into the stack of all layers; to add a
-# microbatch's gradient; and to copy it, gathered, forward and backward.
+# Bytes per parameter: to convert it; to write its gradient into the stack of all layers; or to add
+# it there to earlier microbatches' gradients; and to copy it, gathered, forward and backward.
 _CONVERTED, _GRADIENT, _ADDED, _COPIED = 6.0, 6.0, 12.0, 16.0
 # Copies of a kernel out of the stack of a pipeline's stage in a tick, each a read and a write.
 _COPIES_OF_TICK = 3
@@ -163,9 +163,11 @@ def of_weights(program: Program, shape: StepShape) -> float:
     return in_ticks * passes + _CONVERTED * of_layers
   layers = sum(stack.num_layers for stack in shape.stacks if stack.has_loop)
   of_layers = layer_bytes(program) / 2 * layers / max(len(shape.stacks), 1)
-  of_parameter = _CONVERTED + _GRADIENT + _ADDED * (passes > 1 or shape.by_layer)
-  of_parameter += _CONVERTED * (gathers or shape.recomputes == 'layers')
-  found = of_parameter * held * passes
+  adds = passes > 1 or shape.by_layer
+  of_pass = _ADDED + _GRADIENT * shape.by_layer if adds else _GRADIENT
+  converted = _CONVERTED * (1 + (gathers or shape.recomputes == 'layers'))
+  found = of_pass * held * passes
+  found += converted * held * (1 if shape.config is not None and shape.config.fp8 else passes)
   if gathers and layout.region.layers_ahead and layer_bytes(program) < LARGE_LAYER_BYTES:
     # Without double buffering, each iteration copies the layer's gathered weights.
     found += _COPIED * of_layers * passes
