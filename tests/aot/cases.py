@@ -127,6 +127,15 @@ CASES = (
     ),
     label='by microbatch',
   ),
+  # The same on one GPU, where a loop adds each layer's gradients in place.
+  Case(
+    model='llama3_2_1b',
+    layout='dp',
+    batch=(8, 4096),
+    gpus_per_host=1,
+    bindings=("REMAT_POLICY = 'minimal'", 'NUM_MICROBATCHES = 8'),
+    label='by microbatch',
+  ),
   # The default: one layer after the other.
   _llama('fsdp', 'NUM_MICROBATCHES = 4', rows=64, label='by layer'),
   # XLA would end the process without the preset.

@@ -27,6 +27,8 @@ MODELS = {
   # Kernels are rounded before the ticks of a pipeline.
   'stages_in_fp8': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=4, dtype='fp8')),
   'stages': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=4, dtype='bfloat16')),
+  # No loop, so that XLA drops the stacks of what layers keep.
+  'unrolled': DecoderOnlyModel(dataclasses.replace(CONFIG, scan_unroll=3, remat_policy='dots')),
   # The encoder's first layer comes last; the decoder's is summed with the others.
   'encoder_decoder': EncoderDecoderModel(CONFIG),
   # Rows of the token table are looked up in parts, and the logits gather it.
@@ -39,6 +41,7 @@ MODELS = {
   [
     ('none', HSDP),
     ('stages', dict(stage=2, data=4)),
+    ('unrolled', HSDP),
     *(
       pytest.param(name, mesh, marks=pytest.mark.slow)
       for name, mesh in [
