@@ -14,7 +14,6 @@ from typing import Optional
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.tree_util import PyTreeDef
 
@@ -26,6 +25,7 @@ from t5x_gpu.partitioning.layer_step import (
   instantiated,
   is_zero,
   merged,
+  numbers,
   opened,
   scan,
 )
@@ -124,6 +124,10 @@ class _Loop:
   size: int
   unroll: int
 
+  @property
+  def _numbers(self) -> Index:
+    return numbers(range(self.size), unroll=self.unroll)
+
   def forward(self, leaves: list[Parameter], carry: Tree, shared: Tree, places: _Places) -> Tree:
     """Returns the output, without gradients."""
 
@@ -131,7 +135,7 @@ class _Loop:
       weights = jax.tree.unflatten(self.treedef, self._weights(leaves, places[0] + i))
       return self.layer(weights, carry, shared, places[1] + i), None
 
-    return jax.lax.scan(body, carry, np.arange(self.size), unroll=self.unroll)[0]
+    return jax.lax.scan(body, carry, self._numbers, unroll=self.unroll)[0]
 
   def forward_and_kept(
     self,
@@ -150,7 +154,7 @@ class _Loop:
     def body(carry: Tree, i: jax.Array) -> tuple[Tree, Tree]:
       return step.forward(self._weights(leaves, places[0] + i), carry, flat, places[1] + i)
 
-    carry, stored = scan(body, carry, np.arange(self.size), unroll=self.unroll)
+    carry, stored = scan(body, carry, self._numbers, unroll=self.unroll)
     return carry, _Kept(leaves, flat, places, stored, step=step, shared_tree=shared_tree)
 
   def backward(self, kept: _Kept, gradient: Tree) -> Tree:
@@ -173,7 +177,7 @@ class _Loop:
       [_zeros(p.split.part) if p.split.earlier is None else p.split.earlier for p in trained],
     )
     (gradient, of_shared, totals), others = scan(
-      body, state, (np.arange(self.size), kept.stored), reverse=True, unroll=self.unroll
+      body, state, (self._numbers, kept.stored), reverse=True, unroll=self.unroll
     )
     gradients = [p.as_gradient(*x) for p, *x in zip(trained, totals, others, strict=True)]
     of_shared = merged(step.differentiated, of_shared, [None] * len(kept.shared))

@@ -22,7 +22,6 @@ from typing import Any, Optional
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.tree_util import PyTreeDef
 
@@ -35,6 +34,7 @@ from t5x_gpu.partitioning.layer_step import (
   is_primal,
   is_zero,
   merged,
+  numbers,
   opened,
   scan,
 )
@@ -333,7 +333,7 @@ class _Loop:
 
     last = _num_layers(leaves) - 1
     state = carry, self._gathered(leaves, 0)
-    (carry, ahead), stored = self._scan(body, state, np.arange(last))
+    (carry, ahead), stored = self._scan(body, state, range(last))
     carry, stored_last = step(self._weights(leaves, ahead, last), carry, first + last)
     return carry, stored, stored_last, ahead
 
@@ -372,7 +372,7 @@ class _Loop:
     of_after = merged(is_sent, sent, [None] * len(of_after))
     state = ahead, done, total
     if last:
-      state, middle = self._scan(body, state, np.arange(1, last), reverse=True)
+      state, middle = self._scan(body, state, range(1, last), reverse=True)
       state, first = body(state, 0)  # the weights gathered here are not used
       parts = (jax.tree.map(lambda x: x[None], tree) for tree in (first, others))
       others = jax.tree.map(lambda a, b, c: jnp.concatenate([a, c, b]), *parts, middle)
@@ -444,10 +444,10 @@ class _Loop:
     axes = (*jax.typeof(x).manual_axis_type.varying, *axes)
     return varying(empty(x.shape, x.dtype), axes)
 
-  def _scan(self, body: TreeFn, state: Tree, numbers: jax.Array, **options: Any) -> Tree:
-    unroll = max(1, min(self.unroll, numbers.size))
+  def _scan(self, body: TreeFn, state: Tree, layers: range, **options: Any) -> Tree:
+    unroll = max(1, min(self.unroll, len(layers)))
     loop = jax.lax.scan if self.in_tick else scan
-    return loop(body, state, numbers, unroll=unroll, **options)
+    return loop(body, state, numbers(layers, unroll=unroll), unroll=unroll, **options)
 
 
 def _are_summed_at_end(layers: _Leaves) -> list[bool]:

@@ -34,6 +34,7 @@ LEAST_BYTES = 2**20  # less is not worth hiding: sums of the loss, norms of grad
 
 OLDEST = '0.10.2'
 ON_EACH_VERSION = (
+  'llama3_8b fsdp h100 1x8 fp8',
   'decoder_base zero1 h100 1x8',
   'decoder_base fsdp h100 1x8',
   'decoder_base fsdp b200 1x8',
