@@ -62,8 +62,10 @@ _MICROBATCH = 10.0
 _CONVERTED, _GRADIENT, _ADDED, _COPIED = 6.0, 6.0, 12.0, 16.0
 # Copies of a kernel out of the stack of a pipeline's stage in a tick, each a read and a write.
 _COPIES_OF_TICK = 3
-# Passes over an operand in 16 bits by its largest value and its conversion to 8 bits.
-_CONVERSION = 2.3
+# Passes over an operand in 16 bits by its largest value and its conversion to 8 bits: over inputs;
+# over inputs again in the backward pass, which knows their scales; and over gradients, most of
+# whose largest values the kernels that compute them find.
+_CONVERSION = Passes(forward=2.3, again=0.7, backward=1.1)
 
 
 def of_layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Passes:
@@ -117,7 +119,7 @@ def of_stacks(shape: StepShape, c: TransformerConfig, stack: StackShape) -> floa
 
 
 def of_conversions(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
-  """Returns the bytes of conversions to FP8: of inputs twice, and of gradients."""
+  """Returns the bytes of conversions to FP8: of inputs, forward and backward, and of gradients."""
   if not c.fp8:
     return 0.0
   residual, queries, keys, hidden = _features(shape, c)
@@ -126,7 +128,8 @@ def of_conversions(shape: StepShape, c: TransformerConfig, stack: StackShape) ->
   gradients = blocks * residual + (blocks - 1) * (queries + 2 * keys)
   gradients += len(c.mlp_activations) * hidden
   tokens = shape.tokens(stack) * stack.num_layers
-  return _CONVERSION * shape.item_bytes * tokens * (2 * inputs + gradients)
+  of_input, of_gradient = _CONVERSION.forward + _CONVERSION.again, _CONVERSION.backward
+  return shape.item_bytes * tokens * (of_input * inputs + of_gradient * gradients)
 
 
 def _features(shape: StepShape, c: TransformerConfig) -> tuple[float, float, float, float]:
