@@ -80,6 +80,7 @@ _RECORD = _case(
   'NUM_MICROBATCHES = 16',
   "Partitioner.accumulate_by = 'microbatch'",
   'TransformerConfig.loss_chunks = 1',
+  'TransformerConfig.scan_unroll = 32',
 )
 _RECORD_70B = _case(
   'llama3_70b', 'fsdp', 128, 8192, FP8, FULL, OVERLAP, 'TransformerConfig.loss_chunks = 4', hosts=8

@@ -9,6 +9,7 @@
 | `full` | the layer's input | the whole layer |
 
 Gathered FSDP weights are never stored: `parameters.keep_policy`.
+In FP8, every policy also stores the scales of matmul operands, a number each.
 Source: Chen et al. 2016 (arXiv:1604.06174); `minimal` and `full` are the same as in T5X.
 """
 

@@ -284,7 +284,8 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
     early = region.copies(kept, trained_names) if region.scatters_once else copies
     passes, convert = 1 if by_layer else num_microbatches, None
     if is_fp8 and passes > 1 and model.gathers_layers and region.pipeline is None and not amaxes:
-      convert = _converted_once(model, model_params(early, amaxes, reduction), rounds=False)
+      params = model_params(jax.tree.map(region.varying, early), amaxes, reduction)
+      convert = _converted_once(model, params, rounds=False)
     results = _over_microbatches(one_pass, reduction, last, early, copies, batch, passes, region)
     grads = region.sum_copies(results.grads, parts, trained_names)
     if not region.sums_in_backward:
@@ -407,7 +408,8 @@ def breadth_first_loss(
     dropout_key: key of the step.
   """
   same, microbatches = _split_rows(batch, num_microbatches)
-  parted, scales = _parted(microbatches), POLICIES['full']
+  parted = _parted(microbatches)
+  recomputed = functools.partial(jax.checkpoint, policy=POLICIES['full'], prevent_cse=False)
 
   def in_float32(params: Params) -> Params:
     # So that the gradients of the microbatches add up in float32.
@@ -428,7 +430,7 @@ def breadth_first_loss(
     stacked = jax.tree.map(lambda w: w[None], weights)
     amaxes = [fp8.copies(a, num_microbatches) for a in fp8.amaxes_of(stacked)]
 
-    @functools.partial(jax.checkpoint, prevent_cse=False, policy=scales)
+    @recomputed
     def one(of_microbatch: tuple[Tree, Batch, list[jax.Array]]) -> Tree:
       x, microbatch, amaxes = of_microbatch
       y = run_layers(
@@ -456,7 +458,7 @@ def breadth_first_loss(
   x = model.embed(rest, batch, dropout_key=dropout_key)
   x = _parted(jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x))
   for stack in stacks:
-    body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False, policy=scales)
+    body = recomputed(functools.partial(layer, stack, x))
     layers, count = layers_of(params, stack), num_layers(params, stack)
     scaling = fp8_scaling_of(model)
     if scaling is not None:

@@ -55,6 +55,9 @@ MODELS = {
         ('stages_in_fp8', dict(stage=2, num_partitions=2, sequence_parallel=True)),
         # Gradients of the first microbatch reach the first layer through its port.
         ('none', dict(num_microbatches=2, accumulate_by='microbatch', **HSDP)),
+        # Kernels are in 8 bits before the loop over microbatches.
+        ('fp8', dict(num_microbatches=2, accumulate_by='microbatch', **HSDP)),
+        ('fp8', dict(num_microbatches=2, fsdp=8, zero_stage=1)),
       ]
     ),
   ],
