@@ -60,12 +60,7 @@ def run_in_place(
   leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
   block = next(leaf for leaf in leaves if isinstance(leaf, InPlace))
   loop = _Loop(
-    layer,
-    treedef,
-    dtype,
-    policy or jax.checkpoint_policies.everything_saveable,
-    block.size,
-    unroll,
+    layer, treedef, dtype, policy or jax.checkpoint_policies.everything_saveable, block.size, unroll
   )
   layers = jax.custom_vjp(loop.forward)
   layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)

@@ -5,6 +5,7 @@
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar, Union
 
@@ -156,7 +157,7 @@ def scan(
   if unroll >= size:
     results: list[Tree] = [None] * size
     for i in reversed(range(size)) if reverse else range(size):
-      carry, results[i] = body(carry, jax.tree.map(lambda x: x[i], xs))
+      carry, results[i] = body(carry, jax.tree.map(operator.itemgetter(i), xs))
     return carry, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *results)
 
   def step(state: Tree, of_layer: Tree) -> tuple[Tree, None]:

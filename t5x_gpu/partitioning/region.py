@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec
 from t5x_gpu.partitioning import context_parallel, fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules, varying
 from t5x_gpu.partitioning.fsdp import own_table
+from t5x_gpu.partitioning.in_place import InPlace
 from t5x_gpu.partitioning.manual_collectives import InFloat32, Reducer
 from t5x_gpu.partitioning.mesh_sizes import OUTER_AXES
-from t5x_gpu.partitioning.in_place import InPlace
 from t5x_gpu.partitioning.overlap import Ahead, with_ports
 from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, dims_of
 from t5x_gpu.partitioning.pipeline import LayerSums

@@ -26,8 +26,8 @@ from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
 from t5x_gpu.models.losses import Sums, averaged_per_sequence, checked_sums
 from t5x_gpu.models.model import PIECES, Model, compute_dtype, config_of, fp8_scaling_of, is_layered
-from t5x_gpu.models.remat import POLICIES
 from t5x_gpu.models.precision import in_8_bits, kernels_converted_once, rounded_once
+from t5x_gpu.models.remat import POLICIES
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,

@@ -166,7 +166,8 @@ def step_shape(
     recomputes=recomputes,
     keeps='full' if by_layer or pipeline else remat,
     by_layer=by_layer,
-    fills_stacks=not layout.region.layers_ahead and (by_layer or pipeline is not None or passes == 1),
+    fills_stacks=not layout.region.layers_ahead
+    and (by_layer or pipeline is not None or passes == 1),
     sequence_parallel='model' in layout.rules.activations.get('residual_length', ()),
     head_rows=head_rows,
     loss_chunks=chunks,
@@ -209,11 +210,7 @@ def _stacks(
       cross_length=cross_length,
       has_loop=num_layers
       > layers_per_iteration(
-        config,
-        num_layers,
-        num_devices=program.layout.mesh.size,
-        platform='gpu',
-        own_loop=adds,
+        config, num_layers, num_devices=program.layout.mesh.size, platform='gpu', own_loop=adds
       ),
       choice=_backend(program, config, length, gpu, rows),
     )
