@@ -91,7 +91,8 @@ class TransformerConfig(AttentionConfig, MoeConfig):
       weights, 'offload' the same in host memory, 'full' only the input (models/remat.py).
     scan_unroll: layers per iteration of the scan over layers; more costs compile time. None for all
       layers on a single GPU, where a loop would copy every stored activation, unless there are more
-      than 32; 1 elsewhere. Parameters are always stacked [layers, ...].
+      than 32, or microbatches, whose loop adds gradients in place; 1 elsewhere. Parameters are
+      always stacked [layers, ...].
 
     fp8_scaling: source of the scales of FP8 operands: 'current' values, or 'delayed': the largest
       values of the last fp8_history steps, which are part of the state; or 'mxfp8': the current
