@@ -4,7 +4,6 @@
 (in_place.py) adds gradients to earlier ones. Both store the residuals of `LayerStep.forward`.
 """
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar, Union
@@ -149,11 +148,17 @@ def scan(
 
   JAX fills them with zeros. XLA writes these zeros, and copies them for every further stack of the
   same shape. The result has no gradient. Without a loop (`unroll` is the number of iterations), XLA
-  drops stacks that another call takes apart by `numbers`.
+  drops stacks that another call takes apart by `numbers`. JAX stacks results in host memory.
   """
   size = len(jax.tree.leaves(xs)[0])
   if not size:
     return jax.lax.scan(body, carry, xs)
+  traced, (_, results) = jax.make_jaxpr(
+    lambda carry, xs: body(carry, entry(xs, 0)), return_shape=True
+  )(carry, xs)
+  of_layer = traced.out_avals[len(jax.tree.leaves(carry)) :]
+  if any(x.memory_space == jax.memory.Space.Host for x in of_layer):  # 'offload'
+    return jax.lax.scan(body, carry, xs, unroll=unroll, reverse=reverse)
   if unroll >= size:
     results: list[Tree] = [None] * size
     for i in reversed(range(size)) if reverse else range(size):
@@ -170,8 +175,9 @@ def scan(
     )
     return (carry, stacks), None
 
-  _, results = jax.eval_shape(lambda carry, xs: body(carry, entry(xs, 0)), carry, xs)
-  stacks = jax.tree.map(functools.partial(_empty_stack, size), results)
+  stacks = jax.tree.unflatten(
+    jax.tree.structure(results), [_empty_stack(size, x) for x in of_layer]
+  )
   state, of_layers = (carry, stacks), (jnp.arange(size), xs)
   return jax.lax.scan(step, state, of_layers, unroll=unroll, reverse=reverse)[0]
 
@@ -185,7 +191,7 @@ def numbers(layers: range, *, unroll: int) -> Union[np.ndarray, jax.Array]:
   return module.arange(layers.start, layers.stop)
 
 
-def _empty_stack(size: int, of_layer: jax.ShapeDtypeStruct) -> jax.Array:
+def _empty_stack(size: int, of_layer: jax.core.ShapedArray) -> jax.Array:
   stack = jax.lax.empty((size, *of_layer.shape), of_layer.dtype)
   manual = of_layer.manual_axis_type  # None outside of manual regions
   return varying(stack, tuple(manual.varying)) if manual else stack

@@ -29,6 +29,8 @@ MODELS = {
   'stages': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=4, dtype='bfloat16')),
   # No loop, so that XLA drops the stacks of what layers keep.
   'unrolled': DecoderOnlyModel(dataclasses.replace(CONFIG, scan_unroll=3, remat_policy='dots')),
+  # Stacks in host memory.
+  'offload': DecoderOnlyModel(dataclasses.replace(CONFIG, remat_policy='offload')),
   # The encoder's first layer comes last; the decoder's is summed with the others.
   'encoder_decoder': EncoderDecoderModel(CONFIG),
   # Rows of the token table are looked up in parts, and the logits gather it.
@@ -42,6 +44,7 @@ MODELS = {
     ('none', HSDP),
     ('stages', dict(stage=2, data=4)),
     ('unrolled', HSDP),
+    ('offload', HSDP),
     *(
       pytest.param(name, mesh, marks=pytest.mark.slow)
       for name, mesh in [
