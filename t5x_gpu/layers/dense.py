@@ -313,7 +313,7 @@ def _separate(products: list[jax.Array], *, only_forward: bool) -> list[jax.Arra
   Args:
     products: results of matmuls.
     only_forward: whether gradients pass no barrier. In 8 bits, the kernel that computes them finds
-      their largest values, too (`fp8.converted`).
+      their largest values, too (`fp8._converted`).
   """
   barrier = _forward_barrier if only_forward else jax.lax.optimization_barrier
   return [checkpoint_name(y, fp8.PRODUCT) for y in barrier(products)]

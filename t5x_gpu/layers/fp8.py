@@ -249,6 +249,7 @@ def _converted(
     return saturated(x, scale, dtype), scale
   largest = largest_value(x)
   if which == Operand.GRADIENT:
+    # Otherwise XLA computes the gradient twice: once for its largest value, once to convert it.
     x, largest = jax.lax.optimization_barrier((x, largest))
   scale = checkpoint_name(scale_of(largest, dtype), SCALE)
   return to_8_bits(x, scale, dtype), scale
@@ -276,6 +277,8 @@ _Dimensions = tuple[tuple[int, ...], tuple[int, ...]]
 # What models/remat.py stores of a product: its result. A product of 8-bit operands before the scale
 # would be read and written once more, forward and backward.
 PRODUCT = 'product'
+# And of each operand, its scale: a layer that is computed again then converts the operand in the
+# kernel that computes it, without a search for its largest value first.
 SCALE = 'scale'
 
 # Both operands, and `amax`.

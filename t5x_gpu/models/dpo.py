@@ -22,7 +22,6 @@ from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.models.lora import LoraModel, without_factors
 from t5x_gpu.models.losses import Sums, counted_once, refuse_router_losses
 from t5x_gpu.models.model import (
-  PIECES,
   DeviceBatch,
   Model,
   ModelWrapper,
@@ -169,10 +168,6 @@ class DpoModel(ModelWrapper):
         fix="Set PRECISION (TransformerConfig.dtype) = 'bfloat16'.",
         parameters=('TransformerConfig.dtype',),
       )
-
-  def missing(self, *names: str) -> list[str]:
-    """Returns the `names` that the model lacks, and parts: the loss needs two passes."""
-    return [name for name in names if name in PIECES or self.model.missing(name)]
 
   def params_of_model(self, params: Params) -> Params:
     """Returns the parameters of the trained model."""

@@ -79,11 +79,12 @@ class Model:
   is_trained: ClassVar[Optional[Callable[[str], bool]]] = None
 
   def missing(self, *names: str) -> list[str]:
-    """Returns which of the `names` only `Model` defines, or are None."""
+    """Returns which of the `names` only `Model` defines, or are None, or `loss` replaces."""
 
     def is_missing(name: str) -> bool:
       member = getattr(self, name, None)
-      return member is None or getattr(member, '__func__', member) is getattr(Model, name, None)
+      only_here = getattr(member, '__func__', member) is getattr(Model, name, None)
+      return member is None or only_here or (name in PIECES and _replaces_pieces(self))
 
     return [name for name in names if is_missing(name)]
 
@@ -312,7 +313,6 @@ class ModelWrapper(Model):
   label_smoothing = _of_model('label_smoothing')
   z_loss = _of_model('z_loss')
   guess_loss = _of_model('guess_loss')
-  missing = _of_model('missing')
   feature_converter = _of_model('feature_converter')
   batch_spec = _of_model('batch_spec')
   logical_sizes = _of_model('logical_sizes')
@@ -321,6 +321,11 @@ class ModelWrapper(Model):
   is_trained = _of_model('is_trained')
   is_adapter = _of_model('is_adapter')
   source_of = _of_model('source_of')
+
+  def missing(self, *names: str) -> list[str]:
+    """Returns which of the `names` the model lacks, or the `loss` of this class replaces."""
+    replaced = PIECES if _replaces_pieces(self) else ()
+    return [name for name in names if name in replaced or self.model.missing(name)]
 
   def params_of_model(self, params: Params) -> Params:
     """Returns the parameters that `model` gets."""
@@ -334,6 +339,24 @@ class ModelWrapper(Model):
   token_log_probs = _with_params_of_model('token_log_probs')
   start_decoding = _with_params_of_model('start_decoding')
   decode_step = _with_params_of_model('decode_step')
+
+
+def _replaces_pieces(model: Model) -> bool:
+  """Returns whether the class of `model` has a `loss` of its own, and inherits one of the parts."""
+
+  def place(name: str) -> int:
+    return next(i for i, base in enumerate(type(model).__mro__) if name in vars(base))
+
+  return place('loss') < max(map(place, PIECES))
+
+
+def owner_of_loss(model: Model) -> Optional[str]:
+  """Returns the name of the class whose `loss` replaces the three parts; None for no such class."""
+  while not _replaces_pieces(model):
+    if not isinstance(model, ModelWrapper):
+      return None
+    model = model.model
+  return type(model).__name__
 
 
 def is_layered(model: Model) -> bool:

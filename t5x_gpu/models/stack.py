@@ -43,6 +43,7 @@ from t5x_gpu.models.transformer import (
 )
 from t5x_gpu.partitioning import overlap
 from t5x_gpu.partitioning.axis_rules import shard
+from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers
 from t5x_gpu.partitioning.parameters import whole
 
 Keys = Mapping[str, jax.Array]
@@ -508,7 +509,7 @@ class OneStackModel(TransformerModel):
     """Returns sums; training minimizes 'loss' per example or target token."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     with overlap.used_after(self._logits_kernel(params, batch)) as after:
-      x = self.run_layers(params, x, batch, dropout_key=dropout_key)
+      x = run_layers(self, params, x, batch, stack=ONLY, dropout_key=dropout_key)
     return self.head({**params, **after.params}, x, batch, dropout_key=dropout_key)
 
   def _logits_kernel(self, params: Params, batch: DeviceBatch) -> Params:

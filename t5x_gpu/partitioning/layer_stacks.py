@@ -9,11 +9,13 @@ read the members of earlier stacks. The head reads the last member.
 A model that is compared with a frozen copy of itself keeps the copy in `params[REFERENCE]`.
 """
 
+import contextvars
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Optional, Protocol
 
 import jax
 
+from t5x_gpu.errors import ModelError
 from t5x_gpu.partitioning.trees import Batch, Tree
 
 Params = Mapping[str, Any]
@@ -99,4 +101,33 @@ def run_layers(
     **options: other arguments of the model.
   """
   which = {} if stack == ONLY else {'stack': stack}
-  return model.run_layers(params, x, batch, **which, **options)
+  token = _have_run.set([])
+  try:
+    return model.run_layers(params, x, batch, **which, **options)
+  finally:
+    _have_run.reset(token)
+
+
+# Arrays of the layers that have run in the present call of `run_layers`, one per loop.
+_have_run: contextvars.ContextVar[Optional[list[object]]] = contextvars.ContextVar(
+  'have_run', default=None
+)
+
+
+def check_runs_once(array: object) -> None:
+  """Raises ModelError if the present `run_layers` has run the layers of this array before.
+
+  Such a model is another one in a pipeline, where `run_layers` gets a part of the layers, and with
+  microbatches its gradients would contain the gradients of earlier microbatches several times.
+  """
+  have_run = _have_run.get()
+  if have_run is None:
+    return
+  if any(x is array for x in have_run):
+    raise ModelError(
+      'run_layers of the model runs its layers several times. Pipelines and accumulation by layer '
+      'call it with a part of the layers.',
+      fix='Run them several times in `loss` instead: embed, run_layers as often as needed, head.',
+      docs='add_a_model.md#when-the-layer-is-not-enough',
+    )
+  have_run.append(array)

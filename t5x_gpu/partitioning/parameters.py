@@ -27,6 +27,7 @@ from jax.extend.core import Primitive
 
 from t5x_gpu.partitioning.axis_rules import AxisNames, Names, Table, varying
 from t5x_gpu.partitioning.fsdp import Padding, own_table, padding_of
+from t5x_gpu.partitioning.layer_stacks import check_runs_once
 from t5x_gpu.partitioning.manual_collectives import InFloat32, Reducer, all_gather
 from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree
 
@@ -362,6 +363,8 @@ def over_layers(
       everything except gathered parameters.
     unroll: layers per iteration.
   """
+  first = jax.tree.leaves(params, is_leaf=is_parameter)[0]
+  check_runs_once(first.split.part if is_parameter(first) else first)
   loop = own_loop(params)
   if loop is not None:
     options = dict(dtype=dtype, first_layer=first_layer, policy=policy, unroll=unroll)

@@ -14,7 +14,14 @@ import jax
 
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.models.model import DeviceBatch, Model, check_model, config_of, fp8_scaling_of
+from t5x_gpu.models.model import (
+  DeviceBatch,
+  Model,
+  check_model,
+  config_of,
+  fp8_scaling_of,
+  is_layered,
+)
 from t5x_gpu.models.precision import check_devices, check_mesh
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import Table, split_names
@@ -265,6 +272,11 @@ def _notes_on_settings(config: StepConfig, layout: Layout) -> Iterator[str]:
     yield (
       'Partitioner.overlap_layers = True has no effect: a stage has '
       f'{layout.pipeline.num_blocks} blocks of layers, and only one of them is in the last tick'
+    )
+  elif partitioner.overlap_layers and not is_layered(config.model):
+    yield (
+      f'Partitioner.overlap_layers = True has no effect: {type(config.model).__name__} has a loss of '
+      'its own, which may run a layer several times'
     )
   if of_model is not None:
     for setting, needed in _changed(of_model, _NEEDED_SETTINGS):

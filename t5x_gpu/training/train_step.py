@@ -25,7 +25,15 @@ from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
 from t5x_gpu.models.losses import Sums, averaged_per_sequence, checked_sums
-from t5x_gpu.models.model import PIECES, Model, compute_dtype, config_of, fp8_scaling_of, is_layered
+from t5x_gpu.models.model import (
+  PIECES,
+  Model,
+  compute_dtype,
+  config_of,
+  fp8_scaling_of,
+  is_layered,
+  owner_of_loss,
+)
 from t5x_gpu.models.precision import in_8_bits, kernels_converted_once, rounded_once
 from t5x_gpu.models.remat import POLICIES
 from t5x_gpu.partitioning import pipeline as pipeline_lib
@@ -651,11 +659,16 @@ def _check_pieces(model: Model, *, pipeline: bool, by_layer: bool) -> None:
   """Raises ModelError if the model lacks pieces that a pipeline or accumulation by layer needs."""
   missing = model.missing(*PIECES) if pipeline or by_layer else []
   if missing:
+    owner, parts = owner_of_loss(model), ', '.join(missing)
+    what = 'A pipeline' if pipeline else 'Accumulation by layer'
     instead = 'stage = 1' if pipeline else "accumulate_by = 'microbatch'"
     raise ModelError(
-      f'{"A pipeline" if pipeline else "Accumulation by layer"} needs a model in three parts; '
-      f'{type(model).__name__} lacks {", ".join(missing)}.',
-      fix=f'Set Partitioner.{instead}, or add them to the model (Model in models/model.py).',
+      f'{what} needs a model in three parts; {type(model).__name__} lacks {parts}.'
+      if owner is None
+      else f'{what} computes the loss in three parts, and {owner}.loss replaces {parts}.',
+      fix=f'Set Partitioner.{instead}, or add them to the model (Model in models/model.py).'
+      if owner is None
+      else f'Set Partitioner.{instead}. A loss that runs each layer once can be the three parts.',
       docs='add_a_model.md#when-the-layer-is-not-enough',
     )
 

@@ -33,6 +33,24 @@ class Partly(Model):
       setattr(self, name, getattr(inner, name))
 
 
+class WithLoss(DecoderOnlyModel):
+  """A model with a loss of its own: two passes with different dropout, as in R-Drop."""
+
+  def loss(self, params, batch, *, dropout_key=None):
+    keys = [None if dropout_key is None else jax.random.fold_in(dropout_key, i) for i in range(2)]
+    passes = [super(WithLoss, self).loss(params, batch, dropout_key=key) for key in keys]
+    return jax.tree.map(lambda a, b: (a + b) / 2, *passes)
+
+
+class Looped(DecoderOnlyModel):
+  """A model that runs its layers twice."""
+
+  def run_layers(self, params, x, batch, **options):
+    for _ in range(2):
+      x = super().run_layers(params, x, batch, **options)
+    return x
+
+
 def build(
   num_devices=1,
   partitioner=Partitioner(),
@@ -41,10 +59,11 @@ def build(
   optimizer=AdamW(),
   config=None,
   members=None,
+  kind=DecoderOnlyModel,
   **options,
 ):
   config = {**CONFIG, 'dropout_rate': dropout_rate, **(config or {})}
-  model = DecoderOnlyModel(TransformerConfig(**config), z_loss=1e-3)
+  model = kind(TransformerConfig(**config), z_loss=1e-3)
   return build_with(
     model=model if members is None else Partly(model, members),
     optimizer=optimizer,
@@ -277,6 +296,36 @@ def test_accumulation_by_layer_works_without_a_config_or_optional_members(refere
   mesh = Partitioner(data=1, fsdp=2)
   by_layer = build(2, mesh, members=parts, optimizer=OPTIMIZER, num_microbatches=2)
   assert_same_steps(recorded(by_layer), reference)
+
+
+@pytest.mark.parametrize('partitioner', [Partitioner(stage=2), Partitioner(fsdp=2)])
+def test_a_loss_of_its_own_is_refused_where_the_three_parts_would_replace_it(partitioner):
+  with raises(ModelError):
+    build(8, partitioner, kind=WithLoss, num_microbatches=2)
+
+
+@pytest.mark.parametrize(
+  'num_devices, partitioner',
+  [
+    (1, Partitioner()),
+    pytest.param(
+      2,
+      Partitioner(data=1, fsdp=2, accumulate_by='microbatch', overlap_layers=True),
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_a_loss_that_runs_the_layers_twice_accumulates(num_devices, partitioner):
+  """Gradients of earlier microbatches would be added in each pass over the layers."""
+  options = dict(kind=WithLoss, optimizer=OPTIMIZER, dropout_rate=0.3)
+  split = build(num_devices, partitioner, num_microbatches=4, **options)
+  assert_same_steps(recorded(split), recorded(build(**options)))
+
+
+def test_a_model_that_runs_its_layers_twice_is_refused():
+  program = build(kind=Looped)
+  with raises(ModelError):
+    program.train_step(program.init(), program.layout.put_batch(next(batches())))
 
 
 class Layer(nn.Module):
