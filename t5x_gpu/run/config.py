@@ -9,7 +9,7 @@ single settings: `LoadedConfig.arguments(only=...)`.
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Optional
 
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
@@ -110,6 +110,17 @@ class Run(EvalConfig):
       self.infer_eval_dataset_cfg and self.infer_eval_period,
     )
 
+  def notes(self) -> Iterator[str]:
+    """Yields notes on settings of evaluations that the run does not have."""
+    defaults = {field.name: field.default for field in dataclasses.fields(self)}
+    for datasets, names in _OF_EVALUATIONS:
+      if any(getattr(self, dataset) is not None for dataset in datasets):
+        continue
+      without = ' and '.join(f'train.{dataset} = None' for dataset in datasets)
+      for name in names:
+        if (value := getattr(self, name)) != defaults[name]:
+          yield f'train.{name} = {value} has no effect: {without}'
+
   def check_settings(self) -> None:
     """Raises ConfigError or CheckpointError for settings that contradict each other."""
     self._check_numbers()
@@ -135,6 +146,14 @@ class Run(EvalConfig):
         fix='Give a number of steps.',
         parameters=[f'train.{name}' for name in wrong],
       )
+
+
+# Datasets, and the settings that have no effect without one of them.
+_OF_EVALUATIONS = (
+  (('train_eval_dataset_cfg',), ('eval_period', 'eval_each_task')),
+  (('infer_eval_dataset_cfg',), ('infer_eval_period', 'num_predictions')),
+  (('train_eval_dataset_cfg', 'infer_eval_dataset_cfg'), ('run_eval_before_training',)),
+)
 
 
 def introduce(
@@ -173,7 +192,7 @@ def introduce(
     *(f'WARNING: {warning}' for warning in cluster.warnings),
     xla.report(),
     *([distributed.members_table()] if distributed.members() else []),
-    *(f'note: {note}' for note in loaded.notes),
+    *(f'note: {note}' for note in (*loaded.notes, *run.notes())),
   ]
   log('\n'.join(lines))
   distributed.assert_equal_across_hosts(

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import types
 import typing
 
 import pytest
@@ -40,3 +41,32 @@ def test_no_function_takes_the_settings_of_a_run_one_by_one():
 def test_commands_that_need_less_read_settings_of_run():
   assert set(RUN_SETTINGS) < SETTINGS.keys()
   assert typing.get_type_hints(PlanConfig).items() < typing.get_type_hints(Run).items()
+
+
+NO_EVALUATION = dict(train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None)
+
+
+def run_with(**settings):
+  required = [name for name, default in SETTINGS.items() if default is dataclasses.MISSING]
+  return Run(**{**dict.fromkeys(required), **settings})
+
+
+@pytest.mark.parametrize(
+  'settings, said',
+  [
+    (dict(eval_period=10), 'train.eval_period = 10 has no effect: train.train_eval_dataset_cfg'),
+    (dict(eval_each_task=True), 'train.eval_each_task = True has no effect'),
+    (dict(infer_eval_period=10), 'has no effect: train.infer_eval_dataset_cfg = None'),
+    (dict(num_predictions=None), 'train.num_predictions = None has no effect'),
+    (dict(run_eval_before_training=True), 'train_eval_dataset_cfg = None and train.infer_eval_'),
+  ],
+)
+def test_a_setting_of_an_evaluation_that_never_runs_is_noted(settings, said):
+  (note,) = run_with(**settings, **NO_EVALUATION).notes()
+  assert said in note
+  data = types.SimpleNamespace(task_feature_lengths={})
+  assert not [*run_with(**settings, **dict.fromkeys(NO_EVALUATION, data)).notes()]
+
+
+def test_a_run_without_evaluations_has_no_notes():
+  assert not [*run_with(**NO_EVALUATION).notes()]
