@@ -24,7 +24,7 @@ OUT = pathlib.Path(__file__).parent / 'results' / 'published.json'
 NUM_DEVICES = 256  # the largest run's
 TOKENS, TFLOPS = 'tokens/s per GPU', 'TFLOP/s'
 FP8 = "PRECISION = 'fp8'"
-DOTS, MINIMAL, FULL = (f'REMAT_POLICY = {p!r}' for p in ('dots', 'minimal', 'full'))
+DOTS, MINIMAL, ATTENTION = (f'REMAT_POLICY = {p!r}' for p in ('dots', 'minimal', 'attention'))
 OVERLAP = 'Partitioner.overlap_layers = True'
 LLAMA2_7B = (
   'TransformerConfig.vocab_size = 32000',
@@ -83,7 +83,17 @@ _RECORD = _case(
   'TransformerConfig.scan_unroll = 32',
 )
 _RECORD_70B = _case(
-  'llama3_70b', 'fsdp', 128, 8192, FP8, FULL, OVERLAP, 'TransformerConfig.loss_chunks = 4', hosts=8
+  'llama3_70b',
+  'fsdp',
+  128,
+  8192,
+  FP8,
+  ATTENTION,
+  OVERLAP,
+  'NUM_MICROBATCHES = 2',
+  "Partitioner.accumulate_by = 'microbatch'",
+  'TransformerConfig.loss_chunks = 2',
+  hosts=8,
 )
 RUNS = (
   Run('Llama-2 7B, MaxText', 11361, _case('llama3_8b', 'fsdp', 16, 4096, *LLAMA2_7B, DOTS)),

@@ -360,11 +360,13 @@ MEETING_POINTS = {
     'axis_rules.context_method',
     'context_parallel.gathered_attention',
     'ring_attention.MASKED',
+    'ring_attention.RESULTS',
     'ring_attention.largest_block',
     'ring_attention.ring_attention',
   },
   'layers.backends.tokamax': {'axis_rules.on_each_device', 'ring_attention.RESULTS'},
-  'models.remat': {'ring_attention.RESULTS'},  # the name of attention's results
+  # What the layers of a loop store, and the name of attention's results.
+  'models.remat': {'parameters.Remat', 'ring_attention.RESULTS'},
   # Kernels that are converted before the loop over layers, or over a pipeline's ticks.
   'layers.rounded': {'axis_rules.varying', 'parameters.Split', 'parameters.Wrapper', 'trees.Tree'},
   'models.precision': {'parameters.Split', 'parameters.as_parameter', 'parameters.is_parameter'},

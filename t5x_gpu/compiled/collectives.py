@@ -102,10 +102,12 @@ COLLECTIVE_KINDS = (
 # Instructions allowed between an all-reduce and the slice that makes it a reduce-scatter.
 _SAME_ELEMENTS = ('copy', 'bitcast', 'convert', 'reshape', 'transpose')
 
-# Compiler options for a compilation that is only needed for its dump.
+# Compiler options for a program that never runs. They change its machine code alone: the HLO, and
+# so kernels, memory and schedule, stay as they are.
+NEVER_RUNS = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+# And for a compilation that is only needed for its dump.
 _LEAST_EFFORT = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
+  **NEVER_RUNS,
   # This CPU pass aborts the process ("Invalid binary instruction opcode copy") for a bfloat16 psum
   # in a shard_map with an automatic axis (jaxlib 0.10.2, 0.11.2).
   'xla_disable_hlo_passes': 'all-reduce-promotion',

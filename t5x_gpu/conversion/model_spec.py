@@ -34,6 +34,7 @@ RUN_FIELDS = (
   'dropout_rate',
   'dtype',
   'remat_policy',
+  'full_remat_layers',
   'scan_unroll',
   'init_stddev',
   'embedding_stddev',

@@ -88,7 +88,10 @@ class TransformerConfig(AttentionConfig, MoeConfig):
 
     remat_policy: activations that a layer stores for the backward pass, which recomputes the rest:
       'none' stores everything, 'dots' all matmul outputs, 'minimal' outputs of matmuls with
-      weights, 'offload' the same in host memory, 'full' only the input (models/remat.py).
+      weights, 'offload' the same in host memory, 'attention' only the input and attention's output,
+      'full' only the input (models/remat.py).
+    full_remat_layers: number of first layers of each stack that store only their input, regardless
+      of remat_policy: for a policy that almost fits. In a pipeline, a share of every stage.
     scan_unroll: layers per iteration of the scan over layers; more costs compile time. None for all
       layers on a single GPU, where a loop would copy every stored activation, unless there are more
       than 32, or microbatches, whose loop adds gradients in place; 1 elsewhere. Parameters are
@@ -137,6 +140,7 @@ class TransformerConfig(AttentionConfig, MoeConfig):
   classifier_dropout: Optional[float] = None
 
   remat_policy: str = 'none'
+  full_remat_layers: int = 0
   scan_unroll: Optional[int] = None
 
   fp8_scaling: str = 'current'
@@ -215,7 +219,11 @@ class TransformerConfig(AttentionConfig, MoeConfig):
       (lambda value: not value > 0.0, 'must be above 0.', (*given, 'norm_epsilon')),
       (lambda value: value < 0, none, ('num_positions', 'num_token_types', 'max_length')),
       (lambda value: value < 0, 'must be at least 1, or 0 for a dense MLP.', ('num_experts',)),
-      (lambda value: value < 0, at_least_0, ('router_balance_loss', 'router_z_loss', 'fp8_margin')),
+      (
+        lambda value: value < 0,
+        at_least_0,
+        ('router_balance_loss', 'router_z_loss', 'fp8_margin', 'full_remat_layers'),
+      ),
       (
         lambda value: value is not None and not 0.0 <= value < 1.0,
         'must be at least 0 and below 1.',

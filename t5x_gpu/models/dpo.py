@@ -21,14 +21,7 @@ from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.models.lora import LoraModel, without_factors
 from t5x_gpu.models.losses import Sums, counted_once, refuse_router_losses
-from t5x_gpu.models.model import (
-  DeviceBatch,
-  Model,
-  ModelWrapper,
-  Params,
-  check_model,
-  config_of,
-)
+from t5x_gpu.models.model import DeviceBatch, Model, ModelWrapper, Params, check_model, config_of
 from t5x_gpu.partitioning.axis_rules import local_ways, sum_over
 from t5x_gpu.partitioning.layer_stacks import REFERENCE, is_reference
 

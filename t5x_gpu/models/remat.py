@@ -6,8 +6,10 @@
 | `dots` | the layer's input and outputs of all matmuls and kernels | norms, activations, softmax |
 | `minimal` | the layer's input and outputs of matmuls with weights | also attention and experts |
 | `offload` | as `minimal`, in host memory | as `minimal` |
+| `attention` | the layer's input and attention's output | everything but attention |
 | `full` | the layer's input | the whole layer |
 
+`TransformerConfig.full_remat_layers` is the number of first layers under `full`.
 Gathered FSDP weights are never stored: `parameters.keep_policy`.
 In FP8, every policy also stores the scales of matmul operands, a number each.
 Source: Chen et al. 2016 (arXiv:1604.06174); `minimal` and `full` are the same as in T5X.
@@ -21,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
 from t5x_gpu.layers.fp8 import PRODUCT, SCALE
+from t5x_gpu.partitioning.parameters import Remat
 from t5x_gpu.partitioning.ring_attention import RESULTS
 
 # (primitive, *arguments, **parameters) -> whether, or where, to store the results.
@@ -68,13 +71,37 @@ POLICIES: dict[str, Optional[Policy]] = {
   'none': None,
   'minimal': _minimal,
   'dots': _all_dots,
+  'attention': jax.checkpoint_policies.save_only_these_names(RESULTS, SCALE),
   'full': jax.checkpoint_policies.save_only_these_names(SCALE),
   'offload': _offload,
 }
 
 
 # Policies ordered by device memory, largest first.
-BY_MEMORY = ('none', 'dots', 'minimal', 'full', 'offload')
+BY_MEMORY = ('none', 'dots', 'minimal', 'attention', 'full', 'offload')
+
+
+def remat_of(policy: str, full_layers: int, *, num_layers: int, of_stack: int) -> Remat:
+  """Returns what a stage's or a stack's layers store.
+
+  Args:
+    policy: name of the policy.
+    full_layers: number of first layers of the stack that store only their input.
+    num_layers, of_stack: number of layers, and of the stack that they belong to.
+  """
+  first = num_full(full_layers, num_layers=num_layers, of_stack=of_stack)
+  return Remat(POLICIES[policy], first, POLICIES['full'])
+
+
+def num_full(full_layers: int, *, num_layers: int, of_stack: int) -> int:
+  """Returns how many of `num_layers` layers are among the `full_layers`: in a pipeline, a share of
+  every block.
+  """
+  return -(-min(full_layers, of_stack) * num_layers // of_stack)
+
+
+# Policies that make a difference under accumulation by layer, which computes each layer again.
+BY_LAYER = ('attention', 'full')
 
 
 def named_input(x: jax.Array) -> jax.Array:

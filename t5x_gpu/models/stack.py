@@ -354,7 +354,13 @@ class Stack:
     self, params: Params, x: jax.Array, shared: StackInputs, **options: object
   ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
     return scan_layers(
-      self.layer(self.config), params['layers'], x, shared, config=self.config, **options
+      self.layer(self.config),
+      params['layers'],
+      x,
+      shared,
+      config=self.config,
+      layers_of_stack=self.num_layers,
+      **options,
     )
 
 

@@ -6,7 +6,7 @@ around each block; one attention, or two in the decoder of an encoder-decoder.
 
 import dataclasses
 import functools
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import flax.linen as nn
 import flax.struct
@@ -31,7 +31,7 @@ from t5x_gpu.layers.positions import (
 )
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
-from t5x_gpu.models.remat import POLICIES, named_input
+from t5x_gpu.models.remat import named_input, remat_of
 from t5x_gpu.partitioning.axis_rules import is_named, shard, split_ways
 from t5x_gpu.partitioning.layer_stacks import Params
 from t5x_gpu.partitioning.parameters import over_layers, own_loop
@@ -312,6 +312,7 @@ def scan_layers(
   first_layer: ArrayLike = 0,
   caches: Optional[LayerCaches] = None,
   charges: Optional[jax.Array] = None,
+  layers_of_stack: Optional[int] = None,
 ) -> _Carry:
   """Returns (x, caches, charges) after all layers of `params`.
 
@@ -323,12 +324,13 @@ def scan_layers(
       with the parameters of each layer (`generation.by_layer`) runs without a loop, for decoding.
     x: [batch, length, embed].
     shared: inputs that all layers share.
-    config: dtype, remat_policy and scan_unroll are used. While decoding, matmuls are not in 8 bits:
+    config: dtype, remat and scan_unroll are used. While decoding, matmuls are not in 8 bits:
       they are bound by memory, and one token of each row would set the scale for all rows.
     dropout_rng: None for no dropout.
     first_layer: index of the first of these layers in the stack.
     caches: keys and values, while decoding.
     charges: [batch, length, 2], router charges so far; None without router losses.
+    layers_of_stack: number of layers of the whole stack; None for the number in `params`.
   """
 
   def one(
@@ -343,11 +345,18 @@ def scan_layers(
     x, caches, more = _checked(returned, layer, carry)
     return x, caches, charges if more is None else charges + more
 
-  unroll = config.scan_unroll or 1
+  options: dict[str, Any] = {'unroll': config.scan_unroll or 1}
   if caches is None:
-    unroll = layers_per_iteration(
+    num_layers = jax.tree.leaves(params)[0].shape[0]
+    options['remat'] = remat_of(
+      config.remat_policy,
+      config.full_remat_layers,
+      num_layers=num_layers,
+      of_stack=layers_of_stack or num_layers,
+    )
+    options['unroll'] = layers_per_iteration(
       config,
-      jax.tree.leaves(params)[0].shape[0],
+      num_layers,
       num_devices=jax.sharding.get_abstract_mesh().size,
       platform=choose.hardware().platform,
       own_loop=own_loop(params) is not None,
@@ -359,6 +368,5 @@ def scan_layers(
     (shared, dropout_rng),
     dtype=config.compute_dtype,
     first_layer=first_layer,
-    policy=POLICIES[config.remat_policy],
-    unroll=unroll,
+    **options,
   )

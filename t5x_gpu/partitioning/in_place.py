@@ -9,7 +9,7 @@ are the weights of a block copied out of the stack of a pipeline stage with seve
 """
 
 import dataclasses
-from typing import Optional
+import functools
 
 import flax.struct
 import jax
@@ -32,14 +32,14 @@ from t5x_gpu.partitioning.layer_step import (
 from t5x_gpu.partitioning.parameters import (
   Layer,
   Parameter,
-  Policy,
+  Remat,
   Weights,
   Wrapper,
   as_parameter,
   is_parameter,
   whole,
 )
-from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree
+from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree, TreeFn
 
 
 def run_in_place(
@@ -50,7 +50,7 @@ def run_in_place(
   *,
   dtype: DTypeLike,
   first_layer: Index,
-  policy: Optional[Policy],
+  remat: Remat,
   unroll: int,
 ) -> Tree:
   """Returns `carry` after the layers of a block, as `over_layers`.
@@ -59,9 +59,7 @@ def run_in_place(
   """
   leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
   block = next(leaf for leaf in leaves if isinstance(leaf, InPlace))
-  loop = _Loop(
-    layer, treedef, dtype, policy or jax.checkpoint_policies.everything_saveable, block.size, unroll
-  )
+  loop = _Loop(layer, treedef, dtype, remat, block.size, unroll)
   layers = jax.custom_vjp(loop.forward)
   layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)
   places = jnp.asarray(block.start, jnp.int32), jnp.asarray(first_layer, jnp.int32)
@@ -100,13 +98,15 @@ _Places = tuple[Index, Index]
 
 @flax.struct.dataclass
 class _Kept:
-  """What the forward loop keeps: its arguments, the layer, and the residuals [layers, ...]."""
+  """What the forward loops keep: their arguments, and per segment, with its own policy, the layer
+  and its residuals [layers, ...].
+  """
 
   leaves: list[Parameter]
   shared: list[jax.Array]
   places: _Places
-  stored: Tree
-  step: LayerStep = flax.struct.field(pytree_node=False)
+  stored: list[Tree]
+  steps: tuple[LayerStep, ...] = flax.struct.field(pytree_node=False)
   shared_tree: PyTreeDef = flax.struct.field(pytree_node=False)
 
 
@@ -115,13 +115,13 @@ class _Loop:
   layer: Layer
   treedef: PyTreeDef
   dtype: DTypeLike
-  policy: Policy
+  remat: Remat
   size: int
   unroll: int
 
   @property
-  def _numbers(self) -> Index:
-    return numbers(range(self.size), unroll=self.unroll)
+  def _segments(self) -> list[range]:
+    return [layers for layers, _ in self.remat.segments(self.size)]
 
   def forward(self, leaves: list[Parameter], carry: Tree, shared: Tree, places: _Places) -> Tree:
     """Returns the output, without gradients."""
@@ -130,7 +130,7 @@ class _Loop:
       weights = jax.tree.unflatten(self.treedef, self._weights(leaves, places[0] + i))
       return self.layer(weights, carry, shared, places[1] + i), None
 
-    return jax.lax.scan(body, carry, self._numbers, unroll=self.unroll)[0]
+    return jax.lax.scan(body, carry, jnp.arange(self.size), unroll=self.unroll)[0]
 
   def forward_and_kept(
     self,
@@ -141,23 +141,34 @@ class _Loop:
   ) -> tuple[Tree, _Kept]:
     """Returns (output, _Kept); arguments hold `CustomVJPPrimal`s."""
     places = places[0].value, places[1].value
-    unrolled = self.unroll >= self.size
-    step, leaves, carry, flat, shared_tree = opened(
-      self.layer, self.treedef, self.policy, leaves, carry, shared, prevent_cse=unrolled
+    everything = jax.checkpoint_policies.everything_saveable
+    steps, leaves, carry, flat, shared_tree = opened(
+      self.layer,
+      self.treedef,
+      [policy or everything for _, policy in self.remat.segments(self.size)],
+      leaves,
+      carry,
+      shared,
+      prevent_cse=self.unroll >= self.size,
     )
 
-    def body(carry: Tree, i: jax.Array) -> tuple[Tree, Tree]:
+    def body(step: LayerStep, carry: Tree, i: jax.Array) -> tuple[Tree, Tree]:
       return step.forward(self._weights(leaves, places[0] + i), carry, flat, places[1] + i)
 
-    carry, stored = scan(body, carry, self._numbers, unroll=self.unroll)
-    return carry, _Kept(leaves, flat, places, stored, step=step, shared_tree=shared_tree)
+    stored: list[Tree] = []
+    for step, layers in zip(steps, self._segments, strict=True):
+      carry, of_segment = self._scan(functools.partial(body, step), carry, layers)
+      stored.append(of_segment)
+    return carry, _Kept(leaves, flat, places, stored, steps=steps, shared_tree=shared_tree)
 
   def backward(self, kept: _Kept, gradient: Tree) -> Tree:
     """Returns the gradients of the arguments."""
-    step, (start, first) = kept.step, kept.places
+    (step, *_), (start, first) = kept.steps, kept.places
     trained = chosen(step.trained, kept.leaves)
 
-    def body(state: Tree, of_layer: tuple[jax.Array, Tree]) -> tuple[Tree, list[Tree]]:
+    def body(
+      step: LayerStep, state: Tree, of_layer: tuple[jax.Array, Tree]
+    ) -> tuple[Tree, list[Tree]]:
       (gradient, of_shared, totals), (i, stored) = state, of_layer
       weights = self._weights(kept.leaves, start + i)
       of_weights, gradient, more = step.backward(weights, kept.shared, first + i, stored, gradient)
@@ -171,9 +182,13 @@ class _Loop:
       [_zeros(x) for x in chosen(step.differentiated, kept.shared)],
       [_zeros(p.split.part) if p.split.earlier is None else p.split.earlier for p in trained],
     )
-    (gradient, of_shared, totals), others = scan(
-      body, state, (self._numbers, kept.stored), reverse=True, unroll=self.unroll
-    )
+    found: list[list[Tree]] = []
+    for step, layers, stored in reversed([*zip(kept.steps, self._segments, kept.stored)]):
+      one = functools.partial(body, step)
+      state, of_segment = self._scan(one, state, layers, stored, reverse=True)
+      found.append(of_segment)
+    gradient, of_shared, totals = state
+    others = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reversed(found))
     gradients = [p.as_gradient(*x) for p, *x in zip(trained, totals, others, strict=True)]
     of_shared = merged(step.differentiated, of_shared, [None] * len(kept.shared))
     return (
@@ -182,6 +197,11 @@ class _Loop:
       jax.tree.unflatten(kept.shared_tree, of_shared),
       None,
     )
+
+  def _scan(self, body: TreeFn, state: Tree, layers: range, *xs: Tree, **options: bool) -> Tree:
+    unroll = min(self.unroll, len(layers))
+    counted = numbers(layers, unroll=unroll)
+    return scan(body, state, (counted, *xs) if xs else counted, unroll=unroll, **options)
 
   def _weights(self, leaves: list[Parameter], i: Index) -> list[Weights]:
     return [whole(entry(p, i), self.dtype, wide=True) for p in leaves]

@@ -102,19 +102,19 @@ def merged(which: Sequence[bool], chosen: Sequence[T], others: Sequence[T]) -> l
 def opened(
   layer: Layer,
   treedef: PyTreeDef,
-  policy: Policy,
+  policies: Sequence[Policy],
   leaves: list[Tree],
   carry: Tree,
   shared: Tree,
   *,
   prevent_cse: bool,
-) -> tuple[LayerStep, list[Tree], Tree, list[jax.Array], PyTreeDef]:
-  """Returns (step, leaves, carry, leaves of `shared`, structure of `shared`) for a forward pass.
+) -> tuple[tuple[LayerStep, ...], list[Tree], Tree, list[jax.Array], PyTreeDef]:
+  """Returns (steps, leaves, carry, leaves of `shared`, structure of `shared`) for a forward pass.
 
   Args:
     layer: computes one layer.
     treedef: structure of a layer's parameters.
-    policy: what the step stores.
+    policies: what each step stores.
     leaves: parameters of all layers; they and the next two arguments hold `CustomVJPPrimal`s.
     carry: input of the first layer.
     shared: arrays that all layers share.
@@ -130,10 +130,17 @@ def opened(
     shared = jax.tree.unflatten(shared_tree, shared)
     return layer(jax.tree.unflatten(treedef, weights), carry, shared, number)
 
-  step = LayerStep(
-    function, trained=trained, differentiated=differentiated, policy=policy, prevent_cse=prevent_cse
+  steps = tuple(
+    LayerStep(
+      function,
+      trained=trained,
+      differentiated=differentiated,
+      policy=policy,
+      prevent_cse=prevent_cse,
+    )
+    for policy in policies
   )
-  return step, leaves, carry, flat, shared_tree
+  return steps, leaves, carry, flat, shared_tree
 
 
 def entry(tree: Tree, i: Index) -> Tree:

@@ -42,7 +42,7 @@ from t5x_gpu.partitioning.parameters import (
   Dims,
   Layer,
   Parameter,
-  Policy,
+  Remat,
   Split,
   Weights,
   Wrapper,
@@ -91,7 +91,7 @@ def run_ahead(
   *,
   dtype: DTypeLike,
   first_layer: Index,
-  policy: Optional[Policy],
+  remat: Remat,
   unroll: int,
 ) -> Tree:
   """Returns `carry` after all layers, as `over_layers`; some of `params` are `Ahead`."""
@@ -99,7 +99,7 @@ def run_ahead(
   ports = [leaf.port if isinstance(leaf, Ahead) else None for leaf in leaves]
   in_tick = any(isinstance(leaf, Ahead) and leaf.in_tick for leaf in leaves)
   leaves = [leaf.param if isinstance(leaf, Ahead) else leaf for leaf in leaves]
-  loop = _Loop(layer, treedef, dtype, policy or keep_activations_only, unroll, in_tick)
+  loop = _Loop(layer, treedef, dtype, remat, unroll, in_tick)
 
   @jax.custom_vjp
   def layers(
@@ -244,13 +244,15 @@ _Leaves = list[_Leaf]
 
 @flax.struct.dataclass
 class _Kept:
-  """What the forward loop keeps: its arguments, the layer, and the residuals.
+  """What the forward loops keep: their arguments, the layer, and the residuals.
 
   Attributes:
-    stored: residuals [layers - 1, ...] of all layers but the last.
+    stored: per segment of layers with its own policy, residuals [layers, ...] of all layers but the
+      last.
     stored_last, ahead_last: residuals and gathered weights of the last layer.
     has_port: per trained leaf: whether its first layer's gradient goes through a port
       (`with_ports`).
+    steps: per segment: the layer.
     after_trained: per parameter of `UsedAfter`: whether it is differentiated.
     shared_tree: tree structure of `shared`.
   """
@@ -258,10 +260,10 @@ class _Kept:
   leaves: _Leaves
   shared: list[jax.Array]
   first: jax.Array
-  stored: Tree
+  stored: list[Tree]
   stored_last: Tree
   ahead_last: list[Weights]
-  step: LayerStep = flax.struct.field(pytree_node=False)
+  steps: tuple[LayerStep, ...] = flax.struct.field(pytree_node=False)
   has_port: tuple[bool, ...] = flax.struct.field(pytree_node=False)
   after_trained: tuple[bool, ...] = flax.struct.field(pytree_node=False)
   shared_tree: PyTreeDef = flax.struct.field(pytree_node=False)
@@ -272,7 +274,7 @@ class _Loop:
   layer: Layer
   treedef: PyTreeDef
   dtype: DTypeLike
-  policy: Policy
+  remat: Remat
   unroll: int
   in_tick: bool
 
@@ -282,7 +284,7 @@ class _Loop:
     def step(weights: Params, carry: Tree, number: jax.Array) -> tuple[Tree, Tree]:
       return self.layer(jax.tree.unflatten(self.treedef, weights), carry, shared, number), ()
 
-    return self._forward(leaves, carry, first, step)[0]
+    return self._forward(leaves, carry, first, [step] * len(self._segments(leaves)))[0]
 
   def forward_and_kept(
     self,
@@ -297,63 +299,86 @@ class _Loop:
     has_port = [port is not None for port in ports]
     after_trained = tuple(x.perturbed for x in after)
     first, after = first.value, [x.value for x in after]
-    unrolled = self.unroll >= _num_layers(
-      jax.tree.map(lambda x: x.value, leaves, is_leaf=is_primal)
-    )
-    layer, leaves, carry, flat, shared_tree = opened(
-      self.layer, self.treedef, self.policy, leaves, carry, shared, prevent_cse=unrolled
+    num_layers = _num_layers(jax.tree.map(lambda x: x.value, leaves, is_leaf=is_primal))
+    steps, leaves, carry, flat, shared_tree = opened(
+      self.layer,
+      self.treedef,
+      [policy or keep_activations_only for _, policy in self.remat.segments(num_layers)],
+      leaves,
+      carry,
+      shared,
+      prevent_cse=self.unroll >= num_layers,
     )
 
-    def step(weights: Params, carry: Tree, number: jax.Array) -> Tree:
-      return layer.forward(weights, carry, flat, number)
+    def forward(
+      step: LayerStep, weights: Params, carry: Tree, number: jax.Array
+    ) -> tuple[Tree, Tree]:
+      return step.forward(weights, carry, flat, number)
 
-    output, *stored = self._forward(leaves, carry, first, step)
-    has_port = tuple(chosen(layer.trained, has_port))
+    functions = [functools.partial(forward, step) for step in steps]
+    output, *stored = self._forward(leaves, carry, first, functions)
+    has_port = tuple(chosen(steps[0].trained, has_port))
     return (output, after), _Kept(
       leaves,
       flat,
       first,
       *stored,
-      step=layer,
+      steps=steps,
       has_port=has_port,
       after_trained=after_trained,
       shared_tree=shared_tree,
     )
 
-  def _forward(self, leaves: _Leaves, carry: Tree, first: jax.Array, step: TreeFn) -> Tree:
+  def _forward(
+    self, leaves: _Leaves, carry: Tree, first: jax.Array, steps: Sequence[TreeFn]
+  ) -> Tree:
     """Returns (output, stacked residuals of all layers but the last, residuals of the last layer,
     gathered weights of the last layer).
+
+    Args:
+      leaves: parameters of all layers.
+      carry: input of the first layer.
+      first: number of the first layer.
+      steps: per segment: (weights, carry, number) -> (carry, residuals).
     """
 
-    def body(state: Tree, i: jax.Array) -> Tree:
+    def body(step: TreeFn, state: Tree, i: jax.Array) -> Tree:
       carry, ahead = state
       following = self._gathered(leaves, i + 1)
       carry, stored = step(self._weights(leaves, ahead, i), carry, first + i)
       return (carry, following), stored
 
     last = _num_layers(leaves) - 1
-    state = carry, self._gathered(leaves, 0)
-    (carry, ahead), stored = self._scan(body, state, range(last))
-    carry, stored_last = step(self._weights(leaves, ahead, last), carry, first + last)
+    state, stored = (carry, self._gathered(leaves, 0)), []
+    for layers, step in zip(self._segments(leaves), steps, strict=True):
+      layers = range(layers.start, min(layers.stop, last))
+      state, of_segment = self._scan(functools.partial(body, step), state, layers)
+      stored.append(of_segment)
+    carry, ahead = state
+    carry, stored_last = steps[-1](self._weights(leaves, ahead, last), carry, first + last)
     return carry, stored, stored_last, ahead
 
   def backward(self, kept: _Kept, gradients: tuple[Tree, list]) -> Tree:
     """Returns the gradients of the arguments."""
     gradient, of_after = gradients
-    leaves, step, last = kept.leaves, kept.step, _num_layers(kept.leaves) - 1
+    leaves, (step, *_), last = kept.leaves, kept.steps, _num_layers(kept.leaves) - 1
+    segments = [*zip(kept.steps, self._segments(leaves), kept.stored)]
 
-    def one(ahead: Tree, stored: Tree, gradient: Tree, i: Index) -> tuple[Tree, list[Tree]]:
+    def one(
+      step: LayerStep, ahead: Tree, stored: Tree, gradient: Tree, i: Index
+    ) -> tuple[Tree, list[Tree]]:
       """Returns ((gradients of trained leaves, of the carry, of `shared`), other gradients)."""
       weights = self._weights(leaves, ahead, i)
       of_weights, *rest = step.backward(weights, kept.shared, kept.first + i, stored, gradient)
       others = [_others(entry(leaf, i), x) for leaf, x in zip(trained, of_weights, strict=True)]
       return (list(map(_pending, trained, of_weights)), *rest), others
 
-    def body(state: Tree, i: Index) -> Tree:
-      ahead, (pending, gradient, of_shared), total = state
+    def body(segment: tuple[LayerStep, range, Tree], state: Tree, i: Index) -> Tree:
+      (step, layers, stored), (ahead, (pending, gradient, of_shared), total) = segment, state
       following = self._gathered(to_gather, i - 1)
       total = self._with_layer(total, trained, at_end, pending, i + 1)
-      (pending, gradient, more), others = one(ahead, entry(kept.stored, i), gradient, i)
+      stored = entry(stored, i - layers.start)
+      (pending, gradient, more), others = one(step, ahead, stored, gradient, i)
       of_shared = jax.tree.map(jnp.add, of_shared, more)
       return (following, (pending, gradient, of_shared), total), others
 
@@ -364,20 +389,24 @@ class _Loop:
     to_gather = _to_gather(leaves, gradient) if self.unroll >= last else leaves
     ahead = self._gathered(to_gather, max(last - 1, 0))
     stored_last = _after(kept.stored_last, gradient)
-    done, others = one(kept.ahead_last, stored_last, gradient, last)
+    done, others = one(kept.steps[-1], kept.ahead_last, stored_last, gradient, last)
     is_sent = [t and not is_zero(x) for t, x in zip(kept.after_trained, of_after, strict=True)]
     sent = chosen(is_sent, of_after)
     if sent:
       done, sent = jax.lax.optimization_barrier((done, sent))
     of_after = merged(is_sent, sent, [None] * len(of_after))
     state = ahead, done, total
+    found = [jax.tree.map(lambda x: x[None], others)]
     if last:
-      state, middle = self._scan(body, state, range(1, last), reverse=True)
-      state, first = body(state, 0)  # the weights gathered here are not used
-      parts = (jax.tree.map(lambda x: x[None], tree) for tree in (first, others))
-      others = jax.tree.map(lambda a, b, c: jnp.concatenate([a, c, b]), *parts, middle)
-    else:
-      others = jax.tree.map(lambda x: x[None], others)
+      for segment in reversed(segments):
+        layers = range(max(segment[1].start, 1), min(segment[1].stop, last))
+        if layers:
+          of_layer = functools.partial(body, segment)
+          state, of_segment = self._scan(of_layer, state, layers, reverse=True)
+          found.append(of_segment)
+      state, first = body(segments[0], state, 0)  # the weights gathered here are not used
+      found.append(jax.tree.map(lambda x: x[None], first))
+    others = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reversed(found))
     _, (pending, gradient, of_shared), total = state
     # Otherwise XLA merges these collectives with the previous layer's, and hides neither.
     if not any(kept.has_port):
@@ -399,6 +428,9 @@ class _Loop:
       None,
       of_after,
     )
+
+  def _segments(self, leaves: _Leaves) -> list[range]:
+    return [layers for layers, _ in self.remat.segments(_num_layers(leaves))]
 
   def _with_layer(
     self,

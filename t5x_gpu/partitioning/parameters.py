@@ -17,6 +17,7 @@ gradients of earlier microbatches.
 
 import abc
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Optional, Union
 
@@ -338,6 +339,27 @@ Layer = Callable[[Params, Tree, Tree, Index], Tree]
 Policy = Callable[..., Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Remat:
+  """What the layers of a loop store for the backward pass in addition to their input.
+
+  Attributes:
+    policy: None stores everything except gathered parameters.
+    first_layers: number of first layers with another policy.
+    of_first: their policy.
+  """
+
+  policy: Optional[Policy] = None
+  first_layers: int = 0
+  of_first: Optional[Policy] = None
+
+  def segments(self, num_layers: int) -> list[tuple[range, Optional[Policy]]]:
+    """Returns the layers that share a policy, and the policy, in the order of the layers."""
+    first = min(self.first_layers, num_layers)
+    found = [(range(first), self.of_first), (range(first, num_layers), self.policy)]
+    return [segment for segment in found if segment[0]]
+
+
 def over_layers(
   layer: Layer,
   params: Params,
@@ -346,7 +368,7 @@ def over_layers(
   *,
   dtype: DTypeLike,
   first_layer: Index = 0,
-  policy: Optional[Policy] = None,
+  remat: Remat = Remat(),
   unroll: int = 1,
 ) -> Tree:
   """Returns `carry` after all layers; each layer is gathered when it runs, or by `Parameter.loop`.
@@ -359,15 +381,14 @@ def over_layers(
     shared: tree of arrays that all layers share.
     dtype: compute dtype, as in `whole`.
     first_layer: number of the first layer.
-    policy: what a layer stores for the backward pass in addition to its input; None stores
-      everything except gathered parameters.
+    remat: what the layers store for the backward pass.
     unroll: layers per iteration.
   """
   first = jax.tree.leaves(params, is_leaf=is_parameter)[0]
   check_runs_once(first.split.part if is_parameter(first) else first)
   loop = own_loop(params)
   if loop is not None:
-    options = dict(dtype=dtype, first_layer=first_layer, policy=policy, unroll=unroll)
+    options = dict(dtype=dtype, first_layer=first_layer, remat=remat, unroll=unroll)
     return loop(layer, params, carry, shared, **options)
 
   def body(carry: Tree, of_layer: tuple[Params, Index]) -> tuple[Tree, None]:
@@ -379,14 +400,19 @@ def over_layers(
       carry, _ = body(carry, (of_layer, number))
     return carry
   num_layers = jax.tree.leaves(params)[0].shape[0]
-  unroll = min(unroll, num_layers)
-  policy = keep_policy(policy, params)
-  if policy is not None:
-    # A loop separates forward and backward. If the loop is fully unrolled, XLA would merge the
-    # recomputation with the forward pass and save nothing.
-    body = jax.checkpoint(body, policy=policy, prevent_cse=unroll == num_layers)
-  numbers = first_layer + jnp.arange(num_layers)
-  return jax.lax.scan(body, carry, (params, numbers), unroll=unroll)[0]
+  segments = remat.segments(num_layers)
+  for layers, policy in segments:
+    unroll_here, policy = min(unroll, len(layers)), keep_policy(policy, params)
+    of_segment, one = params, body
+    if len(segments) > 1:
+      of_segment = jax.tree.map(operator.itemgetter(slice(layers.start, layers.stop)), params)
+    if policy is not None:
+      # A loop separates forward and backward. If the loop is fully unrolled, XLA would merge the
+      # recomputation with the forward pass and save nothing.
+      one = jax.checkpoint(body, policy=policy, prevent_cse=unroll_here == len(layers))
+    numbers = first_layer + jnp.arange(layers.start, layers.stop)
+    carry, _ = jax.lax.scan(one, carry, (of_segment, numbers), unroll=unroll_here)
+  return carry
 
 
 def own_loop(params: Params) -> Optional[Callable[..., Tree]]:

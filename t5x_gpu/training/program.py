@@ -14,6 +14,7 @@ import jax
 
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.model import (
   DeviceBatch,
   Model,
@@ -23,6 +24,7 @@ from t5x_gpu.models.model import (
   is_layered,
 )
 from t5x_gpu.models.precision import check_devices, check_mesh
+from t5x_gpu.models.remat import BY_LAYER
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import Table, split_names
 from t5x_gpu.partitioning.layout import Layout, OnMesh
@@ -275,14 +277,14 @@ def _notes_on_settings(config: StepConfig, layout: Layout) -> Iterator[str]:
     )
   elif partitioner.overlap_layers and not is_layered(config.model):
     yield (
-      f'Partitioner.overlap_layers = True has no effect: {type(config.model).__name__} has a loss of '
-      'its own, which may run a layer several times'
+      f'Partitioner.overlap_layers = True has no effect: {type(config.model).__name__} has a loss '
+      'of its own, which may run a layer several times'
     )
   if of_model is not None:
     for setting, needed in _changed(of_model, _NEEDED_SETTINGS):
       if not getattr(of_model, needed):
         yield f'{setting} has no effect: {needed} = {getattr(of_model, needed)}'
-    yield from _notes_on_remat(of_model.remat_policy, layout, config.num_microbatches)
+    yield from _notes_on_remat(of_model, layout, config.num_microbatches)
 
 
 def _changed(settings: Any, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -293,14 +295,23 @@ def _changed(settings: Any, names: Mapping[str, str]) -> Iterator[tuple[str, str
       yield f'{type(settings).__name__}.{field.name} = {value!r}', names[field.name]
 
 
-def _notes_on_remat(policy: str, layout: Layout, num_microbatches: int) -> Iterator[str]:
+def _notes_on_remat(
+  of_model: TransformerConfig, layout: Layout, num_microbatches: int
+) -> Iterator[str]:
+  policy, by_layer = of_model.remat_policy, layout.region.by_layer(num_microbatches)
+  if of_model.full_remat_layers and (by_layer or policy == 'full'):
+    reason = "Partitioner.accumulate_by = 'layer'" if by_layer else "remat_policy = 'full'"
+    yield (
+      f'TransformerConfig.full_remat_layers = {of_model.full_remat_layers} has no effect: {reason} '
+      'has the same policy for all layers'
+    )
   setting = f'TransformerConfig.remat_policy = {policy!r}'
-  if layout.pipeline is not None and policy == 'full':
+  if layout.pipeline is not None and policy in BY_LAYER:
     yield (
       f'{setting} computes each layer twice in the backward pass: a pipeline computes a stage '
       "again in any case; 'minimal' keeps the activations of one microbatch instead"
     )
-  if layout.region.by_layer(num_microbatches) and policy != 'full':
+  if by_layer and policy not in BY_LAYER:
     yield (
       f"{setting} has no effect: Partitioner.accumulate_by = 'layer' computes each layer again in "
       'the backward pass'

@@ -35,7 +35,7 @@ from t5x_gpu.models.model import (
   owner_of_loss,
 )
 from t5x_gpu.models.precision import in_8_bits, kernels_converted_once, rounded_once
-from t5x_gpu.models.remat import POLICIES
+from t5x_gpu.models.remat import BY_LAYER, POLICIES
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
@@ -417,7 +417,9 @@ def breadth_first_loss(
   """
   same, microbatches = _split_rows(batch, num_microbatches)
   parted = _parted(microbatches)
-  recomputed = functools.partial(jax.checkpoint, policy=POLICIES['full'], prevent_cse=False)
+  recomputed = functools.partial(
+    jax.checkpoint, policy=POLICIES[_policy_by_layer(model)], prevent_cse=False
+  )
 
   def in_float32(params: Params) -> Params:
     # So that the gradients of the microbatches add up in float32.
@@ -480,6 +482,11 @@ def breadth_first_loss(
     return checked_sums(model.head(rest, x, batch, dropout_key=dropout_key), model)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
   return jax.tree.map(lambda s: s.sum(0), sums)
+
+
+def _policy_by_layer(model: Model) -> str:
+  config = config_of(model)
+  return config.remat_policy if config and config.remat_policy in BY_LAYER else 'full'
 
 
 def _row_major(x: jax.Array) -> jax.Array:

@@ -109,6 +109,13 @@ CASES = (
   ),
   # Remat: as many kernels as without it.
   _small('fsdp', bindings=("REMAT_POLICY = 'dots'",), label='dots'),
+  # Two loops, with a policy each.
+  _llama(
+    'fsdp',
+    "REMAT_POLICY = 'attention'",
+    'TransformerConfig.full_remat_layers = 4',
+    label='two policies',
+  ),
   # A step that fills the GPU: XLA expects it to need more.
   Case(
     model='llama3_8b',

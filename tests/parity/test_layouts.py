@@ -201,6 +201,14 @@ CASES = {
   ),
   'fsdp': Case(dict(fsdp=8), config=CHUNKS),
   'fsdp_by_microbatch': Case(dict(fsdp=4, accumulate_by='microbatch'), num_microbatches=2),
+  't5_ring_two_policies': Case(
+    dict(context=2, fsdp=2, **_OVERLAP),
+    model='t5',
+    config=dict(remat_policy='attention', full_remat_layers=1),
+  ),
+  'ring_by_layer_attention': Case(
+    dict(context=2, fsdp=2), config=dict(remat_policy='attention'), num_microbatches=2
+  ),
   'hsdp_minimal': Case(
     dict(ici_mesh_shape={'fsdp': 4}, dcn_mesh_shape={'data': 2}, **_OVERLAP),
     num_hosts=2,

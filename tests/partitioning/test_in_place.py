@@ -8,7 +8,7 @@ import pytest
 from t5x_gpu.layers.dense import contract
 from t5x_gpu.layers.rounded import RoundedOnce
 from t5x_gpu.partitioning.in_place import InPlace
-from t5x_gpu.partitioning.parameters import Split, over_layers
+from t5x_gpu.partitioning.parameters import Remat, Split, over_layers
 
 LAYERS, START, SIZE, EMBED = 6, 2, 3, 8
 POLICIES = {'full': jax.checkpoint_policies.nothing_saveable, 'none': None}
@@ -28,8 +28,16 @@ EARLIER, X = draw(2, LAYERS, EMBED, EMBED), draw(3, 4, EMBED)
 SHARED = {'scale': draw(4, EMBED), 'unused': draw(5, EMBED)}
 
 
-def run(params, x, shared, *, policy):
-  return over_layers(layer, params, x, shared, dtype=x.dtype, first_layer=7, policy=policy)
+def run(params, x, shared, *, policy, first=0):
+  return over_layers(
+    layer,
+    params,
+    x,
+    shared,
+    dtype=x.dtype,
+    first_layer=7,
+    remat=Remat(policy, first, POLICIES['full']),
+  )
 
 
 def in_place(kernel, x, shared, start, earlier, make=lambda split: split, **options):
@@ -46,16 +54,16 @@ def plain(kernel, x, shared, **options):
   return jnp.sum(run(block, x, shared, **options).astype(jnp.float32) ** 2)
 
 
-@pytest.mark.parametrize('policy', POLICIES)
-def test_a_block_adds_its_gradients_at_their_place_in_the_stack(policy):
-  policy = POLICIES[policy]
+@pytest.mark.parametrize('policy, first', [('full', 0), ('none', 0), ('none', 2)])
+def test_a_block_adds_its_gradients_at_their_place_in_the_stack(policy, first):
+  options = dict(policy=POLICIES[policy], first=first)
   value, grads = jax.jit(
     lambda start: jax.value_and_grad(in_place, (0, 1, 2))(
-      PARAMS['kernel'], X, SHARED, start, EARLIER, policy=policy
+      PARAMS['kernel'], X, SHARED, start, EARLIER, **options
     )
   )(START)
   expected, (kernel, *others) = jax.value_and_grad(plain, (0, 1, 2))(
-    PARAMS['kernel'], X, SHARED, policy=policy
+    PARAMS['kernel'], X, SHARED, policy=None
   )
   assert jnp.abs(kernel[START : START + SIZE]).min() > 0 and jnp.abs(others[0]).max() > 0
   jax.tree.map(

@@ -29,6 +29,13 @@ MODELS = {
   'stages': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=4, dtype='bfloat16')),
   # No loop, so that XLA drops the stacks of what layers keep.
   'unrolled': DecoderOnlyModel(dataclasses.replace(CONFIG, scan_unroll=3, remat_policy='dots')),
+  # Two loops with different policies, the last without an iteration of its own; and one per layer.
+  'two_policies': DecoderOnlyModel(
+    dataclasses.replace(CONFIG, remat_policy='dots', full_remat_layers=2)
+  ),
+  'two_policies_unrolled': DecoderOnlyModel(
+    dataclasses.replace(CONFIG, remat_policy='attention', full_remat_layers=1, scan_unroll=3)
+  ),
   # Stacks in host memory.
   'offload': DecoderOnlyModel(dataclasses.replace(CONFIG, remat_policy='offload')),
   # The encoder's first layer comes last; the decoder's is summed with the others.
@@ -45,10 +52,14 @@ MODELS = {
     ('stages', dict(stage=2, data=4)),
     ('unrolled', HSDP),
     ('offload', HSDP),
+    ('two_policies', HSDP),
     *(
       pytest.param(name, mesh, marks=pytest.mark.slow)
       for name, mesh in [
         ('full', HSDP),
+        ('two_policies', dict(num_microbatches=2, accumulate_by='microbatch', **HSDP)),
+        ('two_policies', dict(num_microbatches=2, data=8)),
+        ('two_policies_unrolled', HSDP),
         ('lora', dict(fsdp=8)),
         ('one_layer', dict(fsdp=8)),
         ('bfloat16', dict(data=8)),

@@ -58,6 +58,12 @@ def program(partitioner=(), model=(), *, num_devices=4, num_microbatches=1, t5=F
     ),
     (dict(stage=2, pipeline_schedule='gpipe', **OVERLAP), dict(t5=True), '2 blocks of layers'),
     ({}, dict(model=dict(router_z_loss=1e-3)), 'router_z_loss = 0.001 has no effect: num_experts'),
+    ({}, dict(model=dict(remat_policy='full', full_remat_layers=1)), "remat_policy = 'full' has"),
+    (
+      dict(fsdp=2),
+      dict(model=dict(remat_policy='attention', full_remat_layers=1), num_microbatches=2),
+      "full_remat_layers = 1 has no effect: Partitioner.accumulate_by = 'layer'",
+    ),
     ({}, dict(model=dict(qk_norm_kind='all_heads')), 'has no effect: qk_norm = False'),
   ],
 )

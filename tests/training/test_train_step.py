@@ -299,7 +299,7 @@ def test_accumulation_by_layer_works_without_a_config_or_optional_members(refere
 
 
 @pytest.mark.parametrize('partitioner', [Partitioner(stage=2), Partitioner(fsdp=2)])
-def test_a_loss_of_its_own_is_refused_where_the_three_parts_would_replace_it(partitioner):
+def test_a_custom_loss_is_refused_where_the_three_parts_would_replace_it(partitioner):
   with raises(ModelError):
     build(8, partitioner, kind=WithLoss, num_microbatches=2)
 

@@ -13,12 +13,13 @@ from typing import Optional
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.masks import TokenInfo, longer, padded
 from t5x_gpu.partitioning.axis_rules import context_method
 from t5x_gpu.partitioning.context_parallel import gathered_attention
-from t5x_gpu.partitioning.ring_attention import MASKED, largest_block, ring_attention
+from t5x_gpu.partitioning.ring_attention import MASKED, RESULTS, largest_block, ring_attention
 
 
 def dot_product_attention(
@@ -45,10 +46,10 @@ def dot_product_attention(
   batch, heads, q_length, _ = weights.shape
   kv_heads = value.shape[2]
   if heads == kv_heads:
-    return jnp.einsum('bhqk,bkhd->bqhd', weights, value)
+    return checkpoint_name(jnp.einsum('bhqk,bkhd->bqhd', weights, value), RESULTS)
   grouped = weights.reshape(batch, kv_heads, heads // kv_heads, q_length, -1)
   out = jnp.einsum('bhgqk,bkhd->bqhgd', grouped, value)
-  return out.reshape(batch, q_length, heads, -1)
+  return checkpoint_name(out.reshape(batch, q_length, heads, -1), RESULTS)
 
 
 def attention_logits(

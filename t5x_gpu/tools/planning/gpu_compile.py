@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from t5x_gpu.compiled import hlo_text
-from t5x_gpu.compiled.collectives import Collective, collectives_of, inventory
+from t5x_gpu.compiled.collectives import NEVER_RUNS, Collective, collectives_of, inventory
 from t5x_gpu.compiled.hlo_text import Computation
 from t5x_gpu.compiled.kernels import (
   KernelCount,
@@ -206,7 +206,7 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
     with compile_errors(gpus.target.device_kind):
       lowered = traced.lower()
       lowered_at = time.monotonic()
-      compiled = lowered.compile(compiler_options=options or None)
+      compiled = lowered.compile(compiler_options={**options, **NEVER_RUNS})
     compiled_at = time.monotonic()
   hlo = compiled.as_text()
   if scaling is not None:

@@ -26,7 +26,7 @@ from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_step import StepConfig
 
 # From the least to the most recomputation.
-ORDER = ('none', 'dots', 'minimal', 'offload', 'full')
+ORDER = ('none', 'dots', 'minimal', 'offload', 'attention', 'full')
 assert set(ORDER) == set(REMAT_POLICIES)
 
 

@@ -56,7 +56,7 @@ _REMEDIES = {
   'stage': 'fewer stages, or several blocks per stage (circular)',
 }
 _RECOMPUTATION = {
-  REMAT: "a remat_policy that stores more ('minimal', 'dots', 'none'), where memory is left",
+  REMAT: "a remat_policy that stores more ('attention', 'minimal', 'dots'), where memory is left",
   PIPELINE: 'a layout without pipeline stages, which recompute layers with every remat_policy',
   MICROBATCHES: 'fewer NUM_MICROBATCHES, or '
   "Partitioner.accumulate_by = 'microbatch', which gathers parameters for each microbatch",

@@ -95,7 +95,7 @@ def of_layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Pass
     sums = Passes(0, 4.0 * pairs * c.num_heads / shape.model, 0)
   found = of_token * (shape.item_bytes * tokens) + sums
   if shape.keeps == 'none':
-    return dataclasses.replace(found, again=0.0)
+    return dataclasses.replace(found, again=stack.full_share * found.again)
   # A pipeline repeats a stage, and then what the policy does not keep.
   twice = shape.stage > 1 and c.remat_policy != 'none'
   return dataclasses.replace(found, again=(1 + twice) * found.again)
@@ -111,7 +111,8 @@ def of_stacks(shape: StepShape, c: TransformerConfig, stack: StackShape) -> floa
   kept, (_, _, _, hidden) = kept_features(shape, c, stack), _features(shape, c)
   copied_out = kept
   if shape.keeps in ('dots', 'minimal') and len(c.mlp_activations) > 1:
-    copied_out -= len(c.mlp_activations) * hidden  # read where they are (layers/dense.py)
+    # Read where they are (layers/dense.py).
+    copied_out -= (1 - stack.full_share) * len(c.mlp_activations) * hidden
   found = (_IN + _ZEROS * shape.fills_stacks) * kept + _OUT * copied_out
   if shape.by_layer:  # each layer takes its microbatches out of an array of all
     found += _MICROBATCH * c.embed_dim

@@ -197,13 +197,15 @@ def kept_features(shape: StepShape, c: TransformerConfig, stack: StackShape) -> 
   inputs, blocks = len(c.mlp_activations), 3 if stack.cross_length else 2
   queries = c.num_heads / shape.model * c.head_dim
   matmuls = (blocks - 1) * (heads + residual) + inputs * hidden
-  return {
+  kept = {
     'full': residual,
+    'attention': residual + (blocks - 1) * queries,
     'offload': 0.0,
     'minimal': residual + matmuls,
     'dots': residual + matmuls + (blocks - 1) * queries,
     'none': _all_of_a_layer(c, residual, heads, queries, hidden, blocks, stack.has_loop),
   }[shape.keeps]
+  return kept + stack.full_share * (residual - kept)
 
 
 def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
@@ -215,11 +217,12 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
     in_tick = kept_features(dataclasses.replace(shape, keeps=c.remat_policy), c, stack)
     in_tick *= stack.num_layers / pipeline.num_blocks
     return (pipeline.kept_inputs * width + in_tick) * of_microbatch
-  if shape.keeps != 'full' and shape.passes > 1:
+  if shape.passes > 1 and not shape.by_layer:
     tokens /= shape.passes
   bytes_ = shape.item_bytes * stack.num_layers * tokens * width
   if stack.attention == 'dense' and shape.keeps in ('none', 'dots'):
-    bytes_ += stack.num_layers * _attention_logits(shape, c, stack)
+    layers = stack.num_layers - stack.full_layers
+    bytes_ += layers * _attention_logits(shape, c, stack)
   return bytes_
 
 

@@ -13,6 +13,7 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, config_of, encodes_texts
+from t5x_gpu.models.remat import BY_LAYER, num_full
 from t5x_gpu.models.transformer import attention_need, layers_per_iteration
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
@@ -30,6 +31,7 @@ class StackShape:
     causal: whether positions attend only to earlier ones.
     cross_length: encoder positions that the layers attend to; 0 without cross-attention.
     has_loop: whether the layers run in a loop, which stores what it keeps in stacked arrays.
+    full_layers: layers that store only their input (`full_remat_layers`).
     choice: backend of the self-attention on the GPU.
   """
 
@@ -39,7 +41,13 @@ class StackShape:
   causal: bool
   cross_length: int = 0
   has_loop: bool = True
+  full_layers: int = 0
   choice: Choice
+
+  @property
+  def full_share(self) -> float:
+    """Share of the layers that store only their input, regardless of the policy."""
+    return self.full_layers / self.num_layers
 
   @property
   def attention(self) -> str:
@@ -103,19 +111,27 @@ class StepShape:
     """Bytes of one activation."""
     return 2 if self.config is None or self.config.dtype in ('bfloat16', 'fp8') else 4
 
-  @property
-  def repeats(self) -> int:
-    """How often the backward pass repeats the forward pass of the layers' matmuls.
+  def repeats(self, stack: StackShape) -> float:
+    """How often the backward pass repeats the forward pass of the layers' matmuls, on average.
 
-    A pipeline repeats a stage to keep the activations of one microbatch at a time. Under 'full', it
-    then keeps only the layers' inputs, and repeats each layer once more.
+    A pipeline repeats a stage to keep the activations of one microbatch at a time. Under 'full' and
+    'attention', it does not keep the results of matmuls then, and repeats each layer once more.
     """
-    return int(self.recomputes == 'layers') + self._repeats_twice('full')
+    twice = self._repeats_twice('full', 'attention')
+    return self._average(stack, int(self.recomputes == 'layers') + twice)
 
-  @property
-  def repeats_attention(self) -> int:
-    """How often the backward pass repeats the forward pass of attention."""
-    return int(bool(self.recomputes)) + self._repeats_twice('full', 'offload', 'minimal')
+  def repeats_attention(self, stack: StackShape) -> float:
+    """How often the backward pass repeats the forward pass of attention, on average."""
+    twice = self._repeats_twice('full', 'attention', 'offload', 'minimal')
+    of_policy = int(bool(self.recomputes)) + twice
+    if self.config is not None and self.config.remat_policy == 'attention':
+      if stack.attention != 'dense':  # whose backward pass reads all logits
+        of_policy = int(self.stage > 1)
+    return self._average(stack, of_policy)
+
+  def _average(self, stack: StackShape, of_policy: int) -> float:
+    of_full = 2 if self.stage > 1 else 1
+    return of_policy + stack.full_share * (of_full - of_policy)
 
   def _repeats_twice(self, *policies: str) -> int:
     return int(self.stage > 1 and self.config is not None and self.config.remat_policy in policies)
@@ -137,9 +153,11 @@ def step_shape(
   passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
   stacks = () if config is None else _stacks(program, inner, config, gpu, max(rows // passes, 1))
   by_layer = layout.region.by_layer(num_microbatches)
+  if by_layer:
+    stacks = tuple(dataclasses.replace(stack, full_layers=0) for stack in stacks)
   remat = config.remat_policy if config else 'none'
-  recomputes = {'none': '', 'dots': '', 'full': 'layers'}.get(remat, 'attention')
-  if pipeline or by_layer:
+  recomputes = '' if remat in ('none', 'dots') else 'attention'
+  if pipeline or by_layer or remat in BY_LAYER:
     recomputes = 'layers'
   head_rows = rows
   if pipeline and pipeline.schedule != '1f1b':
@@ -164,7 +182,7 @@ def step_shape(
     context=mesh['context'],
     stage=mesh['stage'],
     recomputes=recomputes,
-    keeps='full' if by_layer or pipeline else remat,
+    keeps='full' if pipeline or (by_layer and remat != 'attention') else remat,
     by_layer=by_layer,
     fills_stacks=not layout.region.layers_ahead
     and (by_layer or pipeline is not None or passes == 1),
@@ -205,6 +223,9 @@ def _stacks(
     return StackShape(
       name=name,
       num_layers=num_layers // mesh['stage'],
+      full_layers=num_full(
+        config.full_remat_layers, num_layers=num_layers // mesh['stage'], of_stack=num_layers
+      ),
       length=length,
       causal=causal,
       cross_length=cross_length,

@@ -202,16 +202,15 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
   c, layout, mesh = shape.config, program.layout, program.layout.mesh.shape
   if c is None:
     return
-  again = {'layers': 1, 'attention': 0, '': 0}[shape.recomputes]
-  forwards = (2 if shape.recomputes else 1) + shape.references
   for stack in shape.stacks:
+    again = 1 if shape.recomputes else stack.full_share
     of_stack = dict(batch=shape.rows, num_layers=stack.num_layers, dtype_bytes=shape.item_bytes)
     length = stack.length // mesh['context']
     if mesh['model'] > 1:
-      recomputed = 1 + shape.repeats if layout.pipeline else again
+      recomputed = shape.repeats(stack) + (layout.pipeline is not None)
       sizes = dict(of_stack, length=length, embed_dim=c.embed_dim, model=mesh['model'])
       function = sequence_parallel if shape.sequence_parallel else tensor_parallel
-      runs = (4 + recomputed + 2 * shape.references) * stack.num_layers * shape.passes
+      runs = math.ceil(4 + recomputed + 2 * shape.references) * stack.num_layers * shape.passes
       sizes['references'] = shape.references
       more = {'shared_kv_size': _shared_kv(shape, stack.num_layers)}
       if shape.sequence_parallel:
@@ -219,6 +218,9 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
       yield ['model'], function.traffic_per_step(**sizes, **more, recomputed=recomputed), runs
     if mesh['context'] > 1:
       method = layout.rules.context_method
+      if method == 'ring':  # a gather is repeated for its keys and values
+        again = min(again, shape.repeats_attention(stack))
+      forwards = 1 + again + shape.references
       sent = context_parallel.traffic_per_step(
         **of_stack,
         length=stack.length,
@@ -230,9 +232,10 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
         info_bytes=4 * (shape.rows + 1) * length,
       )
       kind = 'collective-permute' if method == 'ring' else 'all-gather'
-      runs = (forwards + 2) * stack.num_layers * mesh['context'] * shape.passes
+      runs = math.ceil(forwards + 2) * stack.num_layers * mesh['context'] * shape.passes
       yield ['context'], {kind: sent}, runs
     if mesh['expert'] > 1 and c.num_experts:
+      forwards = 1 + (1 if shape.recomputes else stack.full_share) + shape.references
       sent = expert_parallel.traffic_per_step(
         **of_stack,
         num_experts=c.num_experts,
@@ -241,7 +244,7 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
         expert=mesh['expert'],
         num_forwards=forwards,
       )
-      yield ['expert'], sent, (2 * forwards + 2) * stack.num_layers * shape.passes
+      yield ['expert'], sent, math.ceil(2 * forwards + 2) * stack.num_layers * shape.passes
   pipeline = layout.pipeline
   if pipeline:
     between = mesh['model'] if shape.sequence_parallel else 1

@@ -131,7 +131,7 @@ def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterat
     part=ELEMENTWISE,
     kind='memory',
     num_bytes=moved.total + shape.references * moved.forward,
-    recomputed_bytes=moved.again if shape.recomputes else 0.0,
+    recomputed_bytes=moved.again if shape.recomputes or stack.full_layers else 0.0,
     runs=runs * (12 * (repeats + bool(moved.again)) + 18),
   )
   for part, num_bytes in (
@@ -153,7 +153,7 @@ def _gemms(
 ) -> Iterator[Work]:
   """Yields products of `tokens` rows with kernels of `sizes`, (inner, columns, how many)."""
   config = shape.config
-  times = 1 + 1 + shape.trains_kernels + shape.repeats + shape.references
+  times = 1 + 1 + shape.trains_kernels + shape.repeats(stack) + shape.references
   for inner, columns, number in sizes:
     forward = 2.0 * tokens * inner * columns * number * stack.num_layers
     rows = max(int(tokens // shape.passes), 1)
@@ -161,13 +161,13 @@ def _gemms(
       part=part,
       kind='fp8_gemm' if fp8 and config.fp8 else 'gemm',
       flops=forward * times,
-      recomputed_flops=forward * shape.repeats,
+      recomputed_flops=forward * shape.repeats(stack),
       num_bytes=times
       * stack.num_layers
       * number
       * shape.item_bytes
       * (tokens * (inner + columns) + shape.passes * inner * columns),
-      runs=times * stack.num_layers * number * shape.passes,
+      runs=round(times * stack.num_layers * number * shape.passes),
       size=(rows, inner, columns),
     )
 
@@ -201,23 +201,20 @@ def _attention(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Ite
     if backend != 'dense':
       pairs = _pairs(c, stack.length, length, causal=causal)
     forward = 4.0 * shape.rows * pairs * heads * c.head_dim * layers / shape.context
-    again = forward * shape.repeats_attention
+    repeats = shape.repeats_attention(stack)
+    again = forward * repeats
     backward = (_ATTENTION_BACKWARD if kernel else 2.0) * forward
     num_bytes = 0.0
     if not kernel:  # logits and weights in float32 go through memory
       logits = 4.0 * shape.rows * pairs * heads * layers / shape.context
-      num_bytes = (
-        _LOGIT_PASSES * logits * (1.0 + 0.5 * (shape.repeats_attention + shape.references))
-      )
+      num_bytes = _LOGIT_PASSES * logits * (1.0 + 0.5 * (repeats + shape.references))
     yield Work(
       part=ATTENTION,
       kind='attention',
       flops=(1 + shape.references) * forward + backward + again,
       recomputed_flops=again,
       num_bytes=num_bytes,
-      runs=layers
-      * shape.passes
-      * ((2 if kernel else 8) + shape.repeats_attention + shape.references),
+      runs=round(layers * shape.passes * ((2 if kernel else 8) + repeats + shape.references)),
       backend=backend,
     )
 

@@ -19,6 +19,7 @@ from typing import Optional
 import rich.console
 import rich.progress
 
+from t5x_gpu.models.model import config_of
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.storage.json_schema import JsonObject
 from t5x_gpu.terminal.console import show, table
@@ -309,7 +310,7 @@ def _row(found: SearchState, score: Score) -> tuple[str, ...]:
   return (
     _layout_words(score),
     str(v.num_microbatches),
-    v.remat_policy or '-',
+    _remat_words(v) or '-',
     str(v.loss_chunks or '-'),
     screen.seconds(found.estimate(score)),
     show(found.needed_bytes(score)),
@@ -340,10 +341,15 @@ def _words(score: Score) -> str:
   if v.num_microbatches > 1:
     parts.append(f'{v.num_microbatches} microbatches')
   if v.remat_policy:
-    parts.append(f'remat {v.remat_policy}')
+    parts.append(f'remat {_remat_words(v)}')
   if v.loss_chunks:
     parts.append(f'{v.loss_chunks} loss chunks')
   return ', '.join(parts)
+
+
+def _remat_words(variant: Variant) -> str:
+  full = variant.full_remat_layers
+  return (variant.remat_policy or '') + (f' ({full} layers full)' if full else '')
 
 
 _SCALED_RATE = (
@@ -392,9 +398,12 @@ def gin_text(
   if v.remat_policy:
     lines += [
       '',
-      *_comment('Other values, all else equal', _others(found, best, 'remat_policy')),
+      *_comment('Other values, all else equal', _other_policies(found, best)),
       f'config.TransformerConfig.remat_policy = {v.remat_policy!r}',
     ]
+  of_model = config_of(given.model)
+  if of_model and v.full_remat_layers not in (None, of_model.full_remat_layers):
+    lines.append(f'config.TransformerConfig.full_remat_layers = {v.full_remat_layers}')
   if v.loss_chunks:
     lines += [
       '',
@@ -427,14 +436,23 @@ def _other_layouts(found: SearchState, best: Score) -> Iterable[str]:
 
 def _others(found: SearchState, best: Score, name: str) -> Iterable[str]:
   """Yields variants that differ from the best in one setting alone."""
+  for score in _near(found, best, name):
+    yield _compared(found, best, score, repr(getattr(score.variant, name)))
+
+
+def _other_policies(found: SearchState, best: Score) -> Iterable[str]:
+  for score in _near(found, best, 'remat_policy', 'full_remat_layers'):
+    yield _compared(found, best, score, _remat_words(score.variant))
+
+
+def _near(found: SearchState, best: Score, *names: str) -> Sequence[Score]:
+  """Returns variants that differ from the best in these settings alone, fastest first."""
 
   def rest(variant: Variant) -> Variant:
-    return dataclasses.replace(variant, **{name: None})
+    return dataclasses.replace(variant, **dict.fromkeys(names))
 
   near = [s for s in _of_dtype(found, best) if rest(s.variant) == rest(best.variant)]
-  for score in sorted(near, key=found.estimate):
-    if score is not best:
-      yield _compared(found, best, score, repr(getattr(score.variant, name)))
+  return sorted((s for s in near if s is not best), key=found.estimate)
 
 
 def _of_dtype(found: SearchState, best: Score) -> Sequence[Score]:

@@ -11,6 +11,7 @@ from typing import Optional
 from t5x_gpu.errors import MeshError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.models.precision import FP8_CAPABILITY
+from t5x_gpu.models.remat import BY_LAYER
 from t5x_gpu.partitioning.mesh_sizes import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
@@ -20,11 +21,13 @@ from t5x_gpu.tools.planning.remat_costs import with_config
 from t5x_gpu.tools.planning.remedies import SIZES
 
 # Without 'offload': transfers to the host are not modelled.
-POLICIES = ('none', 'dots', 'minimal', 'full')
+POLICIES = ('none', 'dots', 'minimal', 'attention', 'full')
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 # Factors by which the loss may have fewer chunks than by default: each chunk reads and writes the
 # gradient of the head's kernel.
 _TIMES_FEWER = (4, 16)
+# `full_layers` are in these parts of all layers, and at most so many are tried.
+_PARTS, _FEWER_PARTS = 8, 3
 # Blocks of layers per stage: more of them shorten the bubble, but send more.
 _MOST_REPEATS = 8
 # Smallest number of a row's positions on a device under `context`.
@@ -41,7 +44,7 @@ class Variant:
   Attributes:
     layout: parameters of Partitioner.
     num_microbatches: microbatches of gradient accumulation.
-    remat_policy, dtype, loss_chunks: fields of TransformerConfig; None leaves the run's own.
+    remat_policy, dtype, loss_chunks, full_remat_layers: of the model; None for the run's own.
   """
 
   layout: Layout
@@ -49,12 +52,13 @@ class Variant:
   remat_policy: Optional[str] = None
   dtype: Optional[str] = None
   loss_chunks: Optional[int] = None
+  full_remat_layers: Optional[int] = None
 
   def applied(self, config: PlanConfig) -> PlanConfig:
     """Returns the run `config`, computed as this variant."""
     of_model = {
       name: value
-      for name in ('remat_policy', 'dtype', 'loss_chunks')
+      for name in ('remat_policy', 'dtype', 'loss_chunks', 'full_remat_layers')
       if (value := getattr(self, name)) is not None
     }
     return dataclasses.replace(
@@ -99,7 +103,25 @@ def policies(
   """Returns values of TransformerConfig.remat_policy that make a difference."""
   if config_of(config.model) is None:
     return (None,)
-  return ('full',) if _is_by_layer(dict(layout), num_microbatches) else POLICIES
+  return BY_LAYER if _is_by_layer(dict(layout), num_microbatches) else POLICIES
+
+
+def full_layers(num_layers: int, needed: int, needed_if_full: int, pool: int) -> tuple[int, ...]:
+  """Returns values of TransformerConfig.full_remat_layers with which a large policy may fit.
+
+  The first fits by formula, the others if a step takes less memory as compiled: as they often do.
+
+  Args:
+    num_layers: number of layers of the model.
+    needed: bytes that the policy needs by formula.
+    needed_if_full: bytes that 'full' needs.
+    pool: bytes of a GPU.
+  """
+  if not needed_if_full < pool < needed:
+    return ()
+  least = math.ceil((needed - pool) / (needed - needed_if_full) * _PARTS)
+  parts = range(least, max(least - _FEWER_PARTS, 0), -1)
+  return tuple(dict.fromkeys(math.ceil(num_layers * part / _PARTS) for part in parts))
 
 
 def fewer_chunks(config: PlanConfig, chosen: int) -> tuple[int, ...]:
@@ -202,8 +224,10 @@ def _is_by_layer(sizes: dict[str, Setting], num_microbatches: int) -> bool:
 def _without_void_settings(config: PlanConfig) -> PlanConfig:
   """Returns a run that recomputes layers with every policy, as this module writes such runs."""
   partitioner, model = dataclasses.replace(config.partitioner, overlap_layers=False), config.model
-  if config_of(model) is not None:
-    model = with_config(model, remat_policy='full')
+  of_model = config_of(model)
+  if of_model is not None:
+    policy = of_model.remat_policy if of_model.remat_policy in BY_LAYER else 'full'
+    model = with_config(model, remat_policy=policy, full_remat_layers=0)
   return dataclasses.replace(config, partitioner=partitioner, model=model)
 
 

@@ -3,13 +3,15 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError, UserError
+from t5x_gpu.models.model import config_of
 from t5x_gpu.partitioning.layout import Layout as RunLayout
 from t5x_gpu.runtime.hardware import host_limit
 from t5x_gpu.runtime.topology import Topology
@@ -22,6 +24,7 @@ from t5x_gpu.tools.planning.search.variants import (
   Layout,
   Variant,
   fewer_chunks,
+  full_layers,
   policies,
   precisions,
 )
@@ -87,14 +90,29 @@ class Worker:
       program = planner.program(first.applied(config), self.topology)
     except UserError:
       return []
-    return [
-      score
-      for dtype in precisions(config, planner.gpu)
-      for policy in policies(config, layout, num_microbatches)
-      for score in self._with_chunks(
-        program, dataclasses.replace(first, remat_policy=policy, dtype=dtype)
-      )
-    ]
+    found: list[Score] = []
+    by_layer = program.layout.region.by_layer(num_microbatches)
+    for dtype in precisions(config, planner.gpu):
+      of_policies = [
+        [*self._with_chunks(program, dataclasses.replace(variant, dtype=dtype))]
+        for variant in _with_policies(config, first)
+      ]
+      found += itertools.chain(*of_policies)
+      if program.layout.pipeline is None and not by_layer:
+        found += self._with_full_layers(program, [plain for plain, *_ in of_policies])
+    return found
+
+  def _with_full_layers(self, program: Program, scores: Sequence[Score]) -> Iterator[Score]:
+    """Yields policies that do not fit, with some layers under 'full'."""
+    of_model = config_of(self.config.model)
+    full = next((s for s in scores if s.variant.remat_policy == 'full'), None)
+    if of_model is None or full is None:
+      return
+    for score in scores:
+      for number in full_layers(
+        of_model.num_layers, score.needed_bytes, full.needed_bytes, score.pool_bytes
+      ):
+        yield self._score(program, dataclasses.replace(score.variant, full_remat_layers=number))
 
   def _with_chunks(self, program: Program, variant: Variant) -> Iterator[Score]:
     """Yields `variant` as it is and, if it fits, with fewer chunks of the loss."""
@@ -137,6 +155,12 @@ class Worker:
       return str(e)
 
 
+def _with_policies(config: PlanConfig, variant: Variant) -> Iterator[Variant]:
+  for policy in policies(config, variant.layout, variant.num_microbatches):
+    full = None if policy is None else 0
+    yield dataclasses.replace(variant, remat_policy=policy, full_remat_layers=full)
+
+
 def _family(layout: RunLayout, variant: Variant) -> tuple[object, ...]:
   sizes = layout.sizes
   axes = tuple((axis, sizes.crosses_hosts(axis)) for axis, n in sizes.total.items() if n > 1)
@@ -149,7 +173,9 @@ _worker: Optional[Worker] = None
 
 def _start(task: SearchTask) -> None:
   global _worker
-  signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal ends all processes at once
+  # Ctrl-C in a terminal reaches all processes. The main process ends the others; if they ended by
+  # themselves, it might notice that first, and say that memory ran out.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
   _worker = Worker(task)
 
 

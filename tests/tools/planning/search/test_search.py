@@ -98,6 +98,16 @@ def test_larger_chunks_of_the_loss_are_tried_unless_the_run_sets_them():
   assert changed.model.config.loss_chunks == 4
 
 
+def test_a_policy_that_does_not_fit_is_tried_with_some_layers_under_full():
+  # 'full' leaves 20 bytes, the policy lacks 30: three eighths of the layers do not suffice by
+  # formula, which is often larger than the compiled step.
+  assert variants.full_layers(80, needed=130, needed_if_full=60, pool=100) == (40, 30, 20)
+  assert variants.full_layers(6, needed=130, needed_if_full=60, pool=100) == (3, 2)
+  assert variants.full_layers(80, needed=101, needed_if_full=60, pool=100) == (10,)
+  assert variants.full_layers(80, needed=100, needed_if_full=60, pool=100) == (), 'it fits'
+  assert variants.full_layers(80, needed=130, needed_if_full=100, pool=100) == (), 'nothing fits'
+
+
 def test_a_variant_changes_what_it_names_and_nothing_else(config):
   variant = Variant((('data', 2), ('fsdp', 4)), 2, 'minimal', 'bfloat16')
   changed = variant.applied(config)
