@@ -57,7 +57,7 @@ def test_a_run_fits_with_any_of_its_remedies(planner, layout):
 
 def test_fsdp_takes_the_place_of_data_next_to_the_axes_that_are_in_use():
   planner = Planner(find_target('h200'), Assumptions(), jax.devices())
-  config = Case(model='llama3_8b', layout='cp', batch=(8, 65536)).config()
+  config = Case(model='llama3_8b', layout='cp', batch=(8, 77824)).config()
   found = remedies.remedies(config, Topology(2, 8), by_formula=planner.by_formula, compiled=None)
   first, second = found[:2]
   assert set(first.change.settings) == {
