@@ -91,7 +91,7 @@ class TransformerConfig(AttentionConfig, MoeConfig):
       weights, 'offload' the same in host memory, 'attention' only the input and attention's output,
       'full' only the input (models/remat.py).
     full_remat_layers: number of first layers of each stack that store only their input, regardless
-      of remat_policy: for a policy that almost fits. In a pipeline, a share of every stage.
+      of remat_policy: for a policy that almost fits. In a pipeline, each block has its share.
     scan_unroll: layers per iteration of the scan over layers; more costs compile time. None for all
       layers on a single GPU, where a loop would copy every stored activation, unless there are more
       than 32, or microbatches, whose loop adds gradients in place; 1 elsewhere. Parameters are

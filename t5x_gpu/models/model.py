@@ -342,12 +342,11 @@ class ModelWrapper(Model):
 
 
 def _replaces_pieces(model: Model) -> bool:
-  """Returns whether the class of `model` has a `loss` of its own, and inherits one of the parts."""
-
-  def place(name: str) -> int:
-    return next(i for i, base in enumerate(type(model).__mro__) if name in vars(base))
-
-  return place('loss') < max(map(place, PIECES))
+  """Returns whether the class that defines the `loss` of `model` inherits one of the parts."""
+  owners = [vars(model), *map(vars, type(model).__mro__)]
+  inherited = [p for p in PIECES if getattr(type(model), p) is not getattr(Model, p)]
+  owner = next(members for members in owners if 'loss' in members)
+  return len(inherited) == len(PIECES) and not all(piece in owner for piece in PIECES)
 
 
 def owner_of_loss(model: Model) -> Optional[str]:
@@ -356,7 +355,8 @@ def owner_of_loss(model: Model) -> Optional[str]:
     if not isinstance(model, ModelWrapper):
       return None
     model = model.model
-  return type(model).__name__
+  owners = (base.__name__ for base in type(model).__mro__ if 'loss' in vars(base))
+  return type(model).__name__ if 'loss' in vars(model) else next(owners)
 
 
 def is_layered(model: Model) -> bool:

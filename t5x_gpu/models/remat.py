@@ -82,25 +82,28 @@ BY_MEMORY = ('none', 'dots', 'minimal', 'attention', 'full', 'offload')
 
 
 def remat_of(policy: str, full_layers: int, *, num_layers: int, of_stack: int) -> Remat:
-  """Returns what a stage's or a stack's layers store.
+  """Returns what the layers of a block store: of a stack, or of a stage of a pipeline.
 
   Args:
     policy: name of the policy.
-    full_layers: number of first layers of the stack that store only their input.
-    num_layers, of_stack: number of layers, and of the stack that they belong to.
+    full_layers: how many first layers of the stack store only their input.
+    num_layers, of_stack: number of layers in this block, and in the stack that it is part of.
   """
   first = num_full(full_layers, num_layers=num_layers, of_stack=of_stack)
   return Remat(POLICIES[policy], first, POLICIES['full'])
 
 
 def num_full(full_layers: int, *, num_layers: int, of_stack: int) -> int:
-  """Returns how many of `num_layers` layers are among the `full_layers`: in a pipeline, a share of
-  every block.
+  """Returns how many of `num_layers` layers have the policy 'full'.
+
+  Each block of a pipeline has its share of them, rounded down. So has accumulation by layer, whose
+  blocks are layers: none.
   """
-  return -(-min(full_layers, of_stack) * num_layers // of_stack)
+  return min(full_layers, of_stack) * num_layers // of_stack
 
 
-# Policies that make a difference under accumulation by layer, which computes each layer again.
+# Policies with which a layer computes its matmuls again. Accumulation by layer does so anyway; the
+# other policies only decide what one layer stores while its own backward pass runs.
 BY_LAYER = ('attention', 'full')
 
 

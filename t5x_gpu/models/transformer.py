@@ -34,7 +34,7 @@ from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import named_input, remat_of
 from t5x_gpu.partitioning.axis_rules import is_named, shard, split_ways
 from t5x_gpu.partitioning.layer_stacks import Params
-from t5x_gpu.partitioning.parameters import over_layers, own_loop
+from t5x_gpu.partitioning.parameters import num_layers, over_layers, own_loop
 
 
 @flax.struct.dataclass
@@ -347,16 +347,16 @@ def scan_layers(
 
   options: dict[str, Any] = {'unroll': config.scan_unroll or 1}
   if caches is None:
-    num_layers = jax.tree.leaves(params)[0].shape[0]
+    count = num_layers(params)
     options['remat'] = remat_of(
       config.remat_policy,
       config.full_remat_layers,
-      num_layers=num_layers,
-      of_stack=layers_of_stack or num_layers,
+      num_layers=count,
+      of_stack=layers_of_stack or count,
     )
     options['unroll'] = layers_per_iteration(
       config,
-      num_layers,
+      count,
       num_devices=jax.sharding.get_abstract_mesh().size,
       platform=choose.hardware().platform,
       own_loop=own_loop(params) is not None,

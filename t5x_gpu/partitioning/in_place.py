@@ -85,6 +85,10 @@ class InPlace(Wrapper):
   size: int = flax.struct.field(pytree_node=False)
   loop = staticmethod(run_in_place)
 
+  @property
+  def num_layers(self) -> int:
+    return self.size
+
   def as_gradient(self, part: jax.Array, others: Tree) -> 'InPlace':
     return self.replace(param=self.param.as_gradient(part, others), start=None)
 
@@ -145,11 +149,10 @@ class _Loop:
     steps, leaves, carry, flat, shared_tree = opened(
       self.layer,
       self.treedef,
-      [policy or everything for _, policy in self.remat.segments(self.size)],
+      [(p or everything, self.unroll >= len(n)) for n, p in self.remat.segments(self.size)],
       leaves,
       carry,
       shared,
-      prevent_cse=self.unroll >= self.size,
     )
 
     def body(step: LayerStep, carry: Tree, i: jax.Array) -> tuple[Tree, Tree]:

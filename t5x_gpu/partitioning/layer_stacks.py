@@ -10,10 +10,12 @@ A model that is compared with a frozen copy of itself keeps the copy in `params[
 """
 
 import contextvars
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Protocol
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.partitioning.trees import Batch, Tree
@@ -101,33 +103,52 @@ def run_layers(
     **options: other arguments of the model.
   """
   which = {} if stack == ONLY else {'stack': stack}
-  token = _have_run.set([])
+  token = _have_run.set(_Runs(get_opaque_trace_state()))
   try:
     return model.run_layers(params, x, batch, **which, **options)
   finally:
     _have_run.reset(token)
 
 
-# Arrays of the layers that have run in the present call of `run_layers`, one per loop.
-_have_run: contextvars.ContextVar[Optional[list[object]]] = contextvars.ContextVar(
+@dataclasses.dataclass
+class _Runs:
+  """The loops over layers that the present call of `run_layers` has run.
+
+  Attributes:
+    trace: what JAX traced when `run_layers` was called.
+    arrays: an array of each loop's layers.
+  """
+
+  trace: object
+  arrays: list[object] = dataclasses.field(default_factory=list)
+
+
+_have_run: contextvars.ContextVar[Optional[_Runs]] = contextvars.ContextVar(
   'have_run', default=None
 )
 
 
 def check_runs_once(array: object) -> None:
-  """Raises ModelError if the present `run_layers` has run the layers of this array before.
+  """Raises ModelError if the present `run_layers` may run the layers of this array several times.
 
   Such a model is another one in a pipeline, where `run_layers` gets a part of the layers, and with
   microbatches its gradients would contain the gradients of earlier microbatches several times.
+  Inside a transformation, such as a loop, which may run them several times, it is refused, too.
   """
-  have_run = _have_run.get()
-  if have_run is None:
+  runs = _have_run.get()
+  if runs is None:
     return
-  if any(x is array for x in have_run):
-    raise ModelError(
-      'run_layers of the model runs its layers several times. Pipelines and accumulation by layer '
-      'call it with a part of the layers.',
-      fix='Run them several times in `loss` instead: embed, run_layers as often as needed, head.',
-      docs='add_a_model.md#when-the-layer-is-not-enough',
-    )
-  have_run.append(array)
+  if runs.trace != get_opaque_trace_state():
+    raise _error('inside a loop, a branch, or another transformation of JAX.')
+  if any(x is array for x in runs.arrays):
+    raise _error('several times.')
+  runs.arrays.append(array)
+
+
+def _error(how: str) -> ModelError:
+  return ModelError(
+    f'run_layers of the model runs its layers {how} Pipelines and accumulation by layer call it '
+    'with a part of the layers, and microbatches add up its gradients.',
+    fix='Do so in `loss` instead: embed, run_layers as often as needed, head.',
+    docs='add_a_model.md#when-the-layer-is-not-enough',
+  )

@@ -102,24 +102,21 @@ def merged(which: Sequence[bool], chosen: Sequence[T], others: Sequence[T]) -> l
 def opened(
   layer: Layer,
   treedef: PyTreeDef,
-  policies: Sequence[Policy],
+  policies: Sequence[tuple[Policy, bool]],
   leaves: list[Tree],
   carry: Tree,
   shared: Tree,
-  *,
-  prevent_cse: bool,
 ) -> tuple[tuple[LayerStep, ...], list[Tree], Tree, list[jax.Array], PyTreeDef]:
   """Returns (steps, leaves, carry, leaves of `shared`, structure of `shared`) for a forward pass.
 
   Args:
     layer: computes one layer.
     treedef: structure of a layer's parameters.
-    policies: what each step stores.
+    policies: per step: its policy, and whether no loop separates its forward from its backward
+      pass. XLA would then merge the recomputation with the forward pass, and save nothing.
     leaves: parameters of all layers; they and the next two arguments hold `CustomVJPPrimal`s.
     carry: input of the first layer.
     shared: arrays that all layers share.
-    prevent_cse: whether no loop separates the forward from the backward pass. XLA would then merge
-      the recomputation with the forward pass, and save nothing.
   """
   trained = [any(x.perturbed for x in jax.tree.leaves(p, is_leaf=is_primal)) for p in leaves]
   flat, shared_tree = jax.tree.flatten(shared, is_leaf=is_primal)
@@ -138,7 +135,7 @@ def opened(
       policy=policy,
       prevent_cse=prevent_cse,
     )
-    for policy in policies
+    for policy, prevent_cse in policies
   )
   return steps, leaves, carry, flat, shared_tree
 

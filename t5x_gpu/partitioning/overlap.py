@@ -303,11 +303,13 @@ class _Loop:
     steps, leaves, carry, flat, shared_tree = opened(
       self.layer,
       self.treedef,
-      [policy or keep_activations_only for _, policy in self.remat.segments(num_layers)],
+      [
+        (policy or keep_activations_only, self._is_unrolled(layers, num_layers))
+        for layers, policy in self.remat.segments(num_layers)
+      ],
       leaves,
       carry,
       shared,
-      prevent_cse=self.unroll >= num_layers,
     )
 
     def forward(
@@ -351,7 +353,7 @@ class _Loop:
     last = _num_layers(leaves) - 1
     state, stored = (carry, self._gathered(leaves, 0)), []
     for layers, step in zip(self._segments(leaves), steps, strict=True):
-      layers = range(layers.start, min(layers.stop, last))
+      layers = _without_last(layers, last + 1)
       state, of_segment = self._scan(functools.partial(body, step), state, layers)
       stored.append(of_segment)
     carry, ahead = state
@@ -362,7 +364,6 @@ class _Loop:
     """Returns the gradients of the arguments."""
     gradient, of_after = gradients
     leaves, (step, *_), last = kept.leaves, kept.steps, _num_layers(kept.leaves) - 1
-    segments = [*zip(kept.steps, self._segments(leaves), kept.stored)]
 
     def one(
       step: LayerStep, ahead: Tree, stored: Tree, gradient: Tree, i: Index
@@ -373,8 +374,9 @@ class _Loop:
       others = [_others(entry(leaf, i), x) for leaf, x in zip(trained, of_weights, strict=True)]
       return (list(map(_pending, trained, of_weights)), *rest), others
 
-    def body(segment: tuple[LayerStep, range, Tree], state: Tree, i: Index) -> Tree:
-      (step, layers, stored), (ahead, (pending, gradient, of_shared), total) = segment, state
+    def body(segment: tuple[LayerStep, range, Tree, _Leaves], state: Tree, i: Index) -> Tree:
+      step, layers, stored, to_gather = segment
+      ahead, (pending, gradient, of_shared), total = state
       following = self._gathered(to_gather, i - 1)
       total = self._with_layer(total, trained, at_end, pending, i + 1)
       stored = entry(stored, i - layers.start)
@@ -386,8 +388,11 @@ class _Loop:
     at_end = _are_summed_at_end(trained)
     total = [self._no_gradients(leaf, late) for leaf, late in zip(trained, at_end)]
     gradient = jax.tree.map(instantiated, gradient, is_leaf=is_zero)
-    to_gather = _to_gather(leaves, gradient) if self.unroll >= last else leaves
-    ahead = self._gathered(to_gather, max(last - 1, 0))
+    segments = [
+      (*parts, _to_gather(leaves, gradient) if self._is_unrolled(parts[1], last + 1) else leaves)
+      for parts in zip(kept.steps, self._segments(leaves), kept.stored, strict=True)
+    ]
+    ahead = self._gathered(segments[-1][-1], max(last - 1, 0))
     stored_last = _after(kept.stored_last, gradient)
     done, others = one(kept.steps[-1], kept.ahead_last, stored_last, gradient, last)
     is_sent = [t and not is_zero(x) for t, x in zip(kept.after_trained, of_after, strict=True)]
@@ -399,7 +404,8 @@ class _Loop:
     found = [jax.tree.map(lambda x: x[None], others)]
     if last:
       for segment in reversed(segments):
-        layers = range(max(segment[1].start, 1), min(segment[1].stop, last))
+        layers = _without_last(segment[1], last + 1)
+        layers = range(max(layers.start, 1), layers.stop)
         if layers:
           of_layer = functools.partial(body, segment)
           state, of_segment = self._scan(of_layer, state, layers, reverse=True)
@@ -431,6 +437,10 @@ class _Loop:
 
   def _segments(self, leaves: _Leaves) -> list[range]:
     return [layers for layers, _ in self.remat.segments(_num_layers(leaves))]
+
+  def _is_unrolled(self, layers: range, num_layers: int) -> bool:
+    """Returns whether the layers of a segment run without a loop."""
+    return self.unroll >= len(_without_last(layers, num_layers))
 
   def _with_layer(
     self,
@@ -537,6 +547,11 @@ def _others(leaf: _Leaf, gradient: Weights) -> Tree:
 
 def _as_gradient(leaf: _Leaf, part: jax.Array, others: Tree) -> Tree:
   return leaf.as_gradient(part, others) if is_parameter(leaf) else part
+
+
+def _without_last(layers: range, num_layers: int) -> range:
+  """Returns the layers of a segment that run in its loop: all but the last of `num_layers`."""
+  return range(layers.start, min(layers.stop, num_layers - 1))
 
 
 def _num_layers(leaves: _Leaves) -> int:

@@ -73,6 +73,11 @@ class Parameter(abc.ABC):
   def split(self) -> 'Split':
     """The differentiated part, and how it is split."""
 
+  @property
+  def num_layers(self) -> int:
+    """Number of layers that a loop over this stack runs."""
+    return self.split.part.shape[0]
+
   @abc.abstractmethod
   def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Weights:
     """Returns the whole parameter; its gradient is reduced to the gradient of the part.
@@ -399,8 +404,7 @@ def over_layers(
     for number, of_layer in enumerate(params, first_layer):
       carry, _ = body(carry, (of_layer, number))
     return carry
-  num_layers = jax.tree.leaves(params)[0].shape[0]
-  segments = remat.segments(num_layers)
+  segments = remat.segments(num_layers(params))
   for layers, policy in segments:
     unroll_here, policy = min(unroll, len(layers)), keep_policy(policy, params)
     of_segment, one = params, body
@@ -413,6 +417,12 @@ def over_layers(
     numbers = first_layer + jnp.arange(layers.start, layers.stop)
     carry, _ = jax.lax.scan(one, carry, (of_segment, numbers), unroll=unroll_here)
   return carry
+
+
+def num_layers(params: Params) -> int:
+  """Returns the number of layers that `over_layers` runs of stacked parameters."""
+  first = jax.tree.leaves(params, is_leaf=is_parameter)[0]
+  return first.num_layers if is_parameter(first) else first.shape[0]
 
 
 def own_loop(params: Params) -> Optional[Callable[..., Tree]]:

@@ -150,7 +150,7 @@ class Run(EvalConfig):
 
 # Datasets, and the settings that have no effect without one of them.
 _OF_EVALUATIONS = (
-  (('train_eval_dataset_cfg',), ('eval_period', 'eval_each_task')),
+  (('train_eval_dataset_cfg',), ('eval_period', 'eval_steps', 'eval_each_task')),
   (('infer_eval_dataset_cfg',), ('infer_eval_period', 'num_predictions')),
   (('train_eval_dataset_cfg', 'infer_eval_dataset_cfg'), ('run_eval_before_training',)),
 )

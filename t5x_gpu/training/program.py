@@ -22,6 +22,7 @@ from t5x_gpu.models.model import (
   config_of,
   fp8_scaling_of,
   is_layered,
+  owner_of_loss,
 )
 from t5x_gpu.models.precision import check_devices, check_mesh
 from t5x_gpu.models.remat import BY_LAYER
@@ -277,8 +278,9 @@ def _notes_on_settings(config: StepConfig, layout: Layout) -> Iterator[str]:
     )
   elif partitioner.overlap_layers and not is_layered(config.model):
     yield (
-      f'Partitioner.overlap_layers = True has no effect: {type(config.model).__name__} has a loss '
-      'of its own, which may run a layer several times'
+      'Partitioner.overlap_layers = True has no effect: '
+      f'{owner_of_loss(config.model) or type(config.model).__name__} has a loss that is not in '
+      'three parts, and may run a layer several times'
     )
   if of_model is not None:
     for setting, needed in _changed(of_model, _NEEDED_SETTINGS):

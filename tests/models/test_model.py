@@ -22,6 +22,7 @@ from t5x_gpu.models.model import (
   check_model,
   config_of,
   is_layered,
+  owner_of_loss,
   writes_text,
 )
 from t5x_gpu.partitioning.axis_rules import NamedParam
@@ -186,3 +187,35 @@ def test_a_wrapper_trains_and_counts_as_its_model_does():
 
   assert Wrapper().is_trained('head/x') and not Wrapper().is_trained('layers/x')
   assert Wrapper().flops_per_token(8) == DECODER.flops_per_token(8)
+
+
+class OwnLoss(DecoderOnlyModel):
+  def loss(self, params, batch, *, dropout_key=None):
+    return super().loss(params, batch, dropout_key=dropout_key)
+
+
+class OwnParts(OwnLoss):
+  def embed(self, *args, **options):
+    return super().embed(*args, **options)
+
+  def run_layers(self, *args, **options):
+    return super().run_layers(*args, **options)
+
+  def head(self, *args, **options):
+    return super().head(*args, **options)
+
+
+class OnlyLoss(Model):
+  def loss(self, params, batch, *, dropout_key=None):
+    return {}
+
+
+@pytest.mark.parametrize('kind', [OwnLoss, OwnParts])
+def test_a_loss_of_another_class_than_the_parts_replaces_them(kind):
+  for model in (kind(CONFIG), LoraModel(kind(CONFIG))):
+    assert not is_layered(model) and model.missing(*PIECES) == [*PIECES]
+    assert owner_of_loss(model) == 'OwnLoss'
+
+
+def test_parts_that_do_not_exist_are_not_replaced():
+  assert owner_of_loss(OnlyLoss()) is None and OnlyLoss().missing(*PIECES) == [*PIECES]

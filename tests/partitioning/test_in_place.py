@@ -7,8 +7,9 @@ import pytest
 
 from t5x_gpu.layers.dense import contract
 from t5x_gpu.layers.rounded import RoundedOnce
+from t5x_gpu.models.remat import remat_of
 from t5x_gpu.partitioning.in_place import InPlace
-from t5x_gpu.partitioning.parameters import Remat, Split, over_layers
+from t5x_gpu.partitioning.parameters import Remat, Split, num_layers, over_layers
 
 LAYERS, START, SIZE, EMBED = 6, 2, 3, 8
 POLICIES = {'full': jax.checkpoint_policies.nothing_saveable, 'none': None}
@@ -87,3 +88,22 @@ def test_kernels_rounded_once_give_the_numbers_of_kernels_rounded_at_each_use():
   )
   each = jax.value_and_grad(in_place)(PARAMS['kernel'], x, SHARED, START, EARLIER, policy=None)
   jax.tree.map(np.testing.assert_array_equal, once, each)
+
+
+def test_a_layer_without_a_loop_is_computed_again():
+  """XLA would merge the recomputation with the forward pass."""
+
+  def times(first):
+    options = dict(policy=None, first=first)
+    grad = jax.jit(jax.grad(lambda k: in_place(k, X, SHARED, START, EARLIER, **options)))
+    return grad.lower(PARAMS['kernel']).compile().as_text().count(' tanh(')
+
+  assert times(first=1) == times(first=0) + 2  # forward and backward, in addition to the loop
+
+
+def test_a_block_has_its_share_of_the_layers_under_full():
+  """Of a stage with several blocks, the stack has more layers than the loop."""
+  block = {'kernel': InPlace(Split(PARAMS['kernel']), START, SIZE)}
+  assert num_layers(block) == SIZE and num_layers(PARAMS) == LAYERS
+  of_block = [remat_of('dots', n, num_layers=3, of_stack=12).first_layers for n in (0, 3, 4, 8, 99)]
+  assert of_block == [0, 0, 1, 2, 3]

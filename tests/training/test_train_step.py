@@ -51,6 +51,14 @@ class Looped(DecoderOnlyModel):
     return x
 
 
+class LoopedByJax(DecoderOnlyModel):
+  """The same in a loop of JAX, which traces it once."""
+
+  def run_layers(self, params, x, batch, **options):
+    run = super().run_layers
+    return jax.lax.fori_loop(0, 2, lambda _, x: run(params, x, batch, **options), x)
+
+
 def build(
   num_devices=1,
   partitioner=Partitioner(),
@@ -322,8 +330,9 @@ def test_a_loss_that_runs_the_layers_twice_accumulates(num_devices, partitioner)
   assert_same_steps(recorded(split), recorded(build(**options)))
 
 
-def test_a_model_that_runs_its_layers_twice_is_refused():
-  program = build(kind=Looped)
+@pytest.mark.parametrize('kind', [Looped, LoopedByJax])
+def test_a_model_that_runs_its_layers_twice_is_refused(kind):
+  program = build(kind=kind)
   with raises(ModelError):
     program.train_step(program.init(), program.layout.put_batch(next(batches())))
 

@@ -286,7 +286,7 @@ def _params_by_part(program: Program, model: Model) -> dict[str, int]:
 
 
 def _recomputes_for(shape: StepShape, pipeline: Optional[Timetable]) -> str:
-  if not shape.recomputes:
+  if not shape.recomputes and not any(stack.full_layers for stack in shape.stacks):
     return ''
   if pipeline:
     return PIPELINE

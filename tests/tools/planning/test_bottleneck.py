@@ -44,6 +44,20 @@ def test_fp8_is_advised_where_it_would_be_new(gpu, precision, advice):
   assert advice in sentence(LONG, gpu=gpu, bindings=(f"PRECISION = '{precision}'",))
 
 
+@pytest.mark.parametrize('policy', ['none', 'dots'])
+def test_layers_under_full_cost_their_share_of_a_forward_pass(policy):
+  """The policy alone recomputes nothing."""
+
+  def again(number):
+    full = f'TransformerConfig.full_remat_layers = {number}'
+    case = dataclasses.replace(LONG, bindings=(f'REMAT_POLICY = {policy!r}', full))
+    of_layers = [c.seconds for c in screen.costs(predicted(case)) if 'layers again' in c.what]
+    return sum(of_layers)
+
+  assert again(0) == 0
+  assert again(8) == pytest.approx(again(16) / 2, rel=0.01) and again(8) > 0
+
+
 def test_hsdp_is_advised_where_fsdp_crosses_the_network():
   assert 'over fsdp (NVLink)' in sentence(SHORT) and 'hsdp' not in sentence(SHORT)
   on_two = sentence(SHORT, Topology(2, 4))

@@ -97,7 +97,7 @@ def of_layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Pass
   if shape.keeps == 'none':
     return dataclasses.replace(found, again=stack.full_share * found.again)
   # A pipeline repeats a stage, and then what the policy does not keep.
-  twice = shape.stage > 1 and c.remat_policy != 'none'
+  twice = shape.stage > 1 and (1.0 if c.remat_policy != 'none' else stack.full_share)
   return dataclasses.replace(found, again=(1 + twice) * found.again)
 
 
@@ -169,7 +169,9 @@ def of_weights(program: Program, shape: StepShape) -> float:
   of_layers = layer_bytes(program) / 2 * layers / max(len(shape.stacks), 1)
   adds = passes > 1 or shape.by_layer
   of_pass = _ADDED + _GRADIENT * shape.by_layer if adds else _GRADIENT
-  converted = _CONVERTED * (1 + (gathers or shape.recomputes == 'layers'))
+  share = max((stack.full_share for stack in shape.stacks), default=0.0)
+  again = 1.0 if gathers or shape.recomputes == 'layers' else share
+  converted = _CONVERTED * (1 + again)
   found = of_pass * held * passes
   found += converted * held * (1 if shape.config is not None and shape.config.fp8 else passes)
   if gathers and layout.region.layers_ahead and layer_bytes(program) < LARGE_LAYER_BYTES:

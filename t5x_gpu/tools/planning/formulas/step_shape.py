@@ -153,7 +153,7 @@ def step_shape(
   passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
   stacks = () if config is None else _stacks(program, inner, config, gpu, max(rows // passes, 1))
   by_layer = layout.region.by_layer(num_microbatches)
-  if by_layer:
+  if by_layer:  # which has one policy for all layers
     stacks = tuple(dataclasses.replace(stack, full_layers=0) for stack in stacks)
   remat = config.remat_policy if config else 'none'
   recomputes = '' if remat in ('none', 'dots') else 'attention'
@@ -213,6 +213,7 @@ def _stacks(
 ) -> tuple[StackShape, ...]:
   mesh = program.layout.mesh.shape
   adds = program.config.num_microbatches > 1  # gradients in place
+  repeats = program.layout.pipeline.repeats if program.layout.pipeline else 1
   lengths = {
     name.split('_')[0]: shape[1] for name, shape in program.spec.shapes.items() if len(shape) > 1
   }
@@ -223,8 +224,11 @@ def _stacks(
     return StackShape(
       name=name,
       num_layers=num_layers // mesh['stage'],
-      full_layers=num_full(
-        config.full_remat_layers, num_layers=num_layers // mesh['stage'], of_stack=num_layers
+      full_layers=repeats
+      * num_full(
+        config.full_remat_layers,
+        num_layers=num_layers // mesh['stage'] // repeats,
+        of_stack=num_layers,
       ),
       length=length,
       causal=causal,

@@ -204,13 +204,14 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
     return
   for stack in shape.stacks:
     again = 1 if shape.recomputes else stack.full_share
+    forwards = 1 + again + shape.references
     of_stack = dict(batch=shape.rows, num_layers=stack.num_layers, dtype_bytes=shape.item_bytes)
     length = stack.length // mesh['context']
     if mesh['model'] > 1:
       recomputed = shape.repeats(stack) + (layout.pipeline is not None)
       sizes = dict(of_stack, length=length, embed_dim=c.embed_dim, model=mesh['model'])
       function = sequence_parallel if shape.sequence_parallel else tensor_parallel
-      runs = math.ceil(4 + recomputed + 2 * shape.references) * stack.num_layers * shape.passes
+      runs = round((4 + recomputed + 2 * shape.references) * stack.num_layers * shape.passes)
       sizes['references'] = shape.references
       more = {'shared_kv_size': _shared_kv(shape, stack.num_layers)}
       if shape.sequence_parallel:
@@ -218,9 +219,9 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
       yield ['model'], function.traffic_per_step(**sizes, **more, recomputed=recomputed), runs
     if mesh['context'] > 1:
       method = layout.rules.context_method
+      of_attention = forwards
       if method == 'ring':  # a gather is repeated for its keys and values
-        again = min(again, shape.repeats_attention(stack))
-      forwards = 1 + again + shape.references
+        of_attention -= again - min(again, shape.repeats_attention(stack))
       sent = context_parallel.traffic_per_step(
         **of_stack,
         length=stack.length,
@@ -228,14 +229,13 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
         head_dim=c.head_dim,
         context=mesh['context'],
         method=method,
-        num_forwards=forwards,
+        num_forwards=of_attention,
         info_bytes=4 * (shape.rows + 1) * length,
       )
       kind = 'collective-permute' if method == 'ring' else 'all-gather'
-      runs = math.ceil(forwards + 2) * stack.num_layers * mesh['context'] * shape.passes
+      runs = round((of_attention + 2) * stack.num_layers * mesh['context'] * shape.passes)
       yield ['context'], {kind: sent}, runs
     if mesh['expert'] > 1 and c.num_experts:
-      forwards = 1 + (1 if shape.recomputes else stack.full_share) + shape.references
       sent = expert_parallel.traffic_per_step(
         **of_stack,
         num_experts=c.num_experts,
@@ -244,7 +244,7 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
         expert=mesh['expert'],
         num_forwards=forwards,
       )
-      yield ['expert'], sent, math.ceil(2 * forwards + 2) * stack.num_layers * shape.passes
+      yield ['expert'], sent, round((2 * forwards + 2) * stack.num_layers * shape.passes)
   pipeline = layout.pipeline
   if pipeline:
     between = mesh['model'] if shape.sequence_parallel else 1

@@ -125,13 +125,15 @@ def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterat
   yield from _attention(shape, c, stack)
   yield from _mlp(shape, c, stack, tokens)
   moved = elementwise.of_layers(shape, c, stack)
+  # `dots` repeats cheap operations everywhere, and 'none' only in layers under 'full'.
+  of_policy = 1.0 if shape.recomputes or shape.keeps == 'none' else stack.full_share
   repeats = 1 + shape.references
   runs = stack.num_layers * shape.passes
   yield Work(
     part=ELEMENTWISE,
     kind='memory',
     num_bytes=moved.total + shape.references * moved.forward,
-    recomputed_bytes=moved.again if shape.recomputes or stack.full_layers else 0.0,
+    recomputed_bytes=moved.again * of_policy,
     runs=runs * (12 * (repeats + bool(moved.again)) + 18),
   )
   for part, num_bytes in (

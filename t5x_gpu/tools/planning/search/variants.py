@@ -117,11 +117,12 @@ def full_layers(num_layers: int, needed: int, needed_if_full: int, pool: int) ->
     needed_if_full: bytes that 'full' needs.
     pool: bytes of a GPU.
   """
-  if not needed_if_full < pool < needed:
+  if not needed_if_full <= pool < needed:
     return ()
   least = math.ceil((needed - pool) / (needed - needed_if_full) * _PARTS)
   parts = range(least, max(least - _FEWER_PARTS, 0), -1)
-  return tuple(dict.fromkeys(math.ceil(num_layers * part / _PARTS) for part in parts))
+  numbers = dict.fromkeys(math.ceil(num_layers * part / _PARTS) for part in parts)
+  return tuple(number for number in numbers if number < num_layers)
 
 
 def fewer_chunks(config: PlanConfig, chosen: int) -> tuple[int, ...]:

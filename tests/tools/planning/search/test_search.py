@@ -105,7 +105,8 @@ def test_a_policy_that_does_not_fit_is_tried_with_some_layers_under_full():
   assert variants.full_layers(6, needed=130, needed_if_full=60, pool=100) == (3, 2)
   assert variants.full_layers(80, needed=101, needed_if_full=60, pool=100) == (10,)
   assert variants.full_layers(80, needed=100, needed_if_full=60, pool=100) == (), 'it fits'
-  assert variants.full_layers(80, needed=130, needed_if_full=100, pool=100) == (), 'nothing fits'
+  assert variants.full_layers(80, needed=130, needed_if_full=101, pool=100) == (), 'nothing fits'
+  assert variants.full_layers(6, needed=130, needed_if_full=95, pool=100) == (5, 4), "6 is 'full'"
 
 
 def test_a_variant_changes_what_it_names_and_nothing_else(config):
