@@ -29,7 +29,7 @@ MODELS = {
   'stages': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=4, dtype='bfloat16')),
   # No loop, so that XLA drops the stacks of what layers keep.
   'unrolled': DecoderOnlyModel(dataclasses.replace(CONFIG, scan_unroll=3, remat_policy='dots')),
-  # Two loops with different policies, the last without an iteration of its own; and one per layer.
+  # Two policies, the second for the last layer alone, which runs after the loop; and without loops.
   'two_policies': DecoderOnlyModel(
     dataclasses.replace(CONFIG, remat_policy='dots', full_remat_layers=2)
   ),

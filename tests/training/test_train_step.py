@@ -34,7 +34,7 @@ class Partly(Model):
 
 
 class WithLoss(DecoderOnlyModel):
-  """A model with a loss of its own: two passes with different dropout, as in R-Drop."""
+  """A model that overrides `loss`: two passes with different dropout, as in R-Drop."""
 
   def loss(self, params, batch, *, dropout_key=None):
     keys = [None if dropout_key is None else jax.random.fold_in(dropout_key, i) for i in range(2)]
