@@ -104,7 +104,7 @@ def num_full(full_layers: int, *, num_layers: int, of_stack: int) -> int:
 
 # Policies with which a layer computes its matmuls again. Accumulation by layer does so anyway; the
 # other policies only decide what one layer stores while its own backward pass runs.
-BY_LAYER = ('attention', 'full')
+REPEATS_MATMULS = ('attention', 'full')
 
 
 def named_input(x: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from t5x_gpu.models.model import (
   owner_of_loss,
 )
 from t5x_gpu.models.precision import check_devices, check_mesh
-from t5x_gpu.models.remat import BY_LAYER
+from t5x_gpu.models.remat import REPEATS_MATMULS
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import Table, split_names
 from t5x_gpu.partitioning.layout import Layout, OnMesh
@@ -308,12 +308,12 @@ def _notes_on_remat(
       'has the same policy for all layers'
     )
   setting = f'TransformerConfig.remat_policy = {policy!r}'
-  if layout.pipeline is not None and policy in BY_LAYER:
+  if layout.pipeline is not None and policy in REPEATS_MATMULS:
     yield (
       f'{setting} computes each layer twice in the backward pass: a pipeline computes a stage '
       "again in any case; 'minimal' keeps the activations of one microbatch instead"
     )
-  if by_layer and policy not in BY_LAYER:
+  if by_layer and policy not in REPEATS_MATMULS:
     yield (
       f"{setting} has no effect: Partitioner.accumulate_by = 'layer' computes each layer again in "
       'the backward pass'

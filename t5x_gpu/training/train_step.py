@@ -35,7 +35,7 @@ from t5x_gpu.models.model import (
   owner_of_loss,
 )
 from t5x_gpu.models.precision import in_8_bits, kernels_converted_once, rounded_once
-from t5x_gpu.models.remat import BY_LAYER, POLICIES
+from t5x_gpu.models.remat import POLICIES, REPEATS_MATMULS
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
@@ -486,7 +486,7 @@ def breadth_first_loss(
 
 def _policy_by_layer(model: Model) -> str:
   config = config_of(model)
-  return config.remat_policy if config and config.remat_policy in BY_LAYER else 'full'
+  return config.remat_policy if config and config.remat_policy in REPEATS_MATMULS else 'full'
 
 
 def _row_major(x: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, config_of, encodes_texts
-from t5x_gpu.models.remat import BY_LAYER, num_full
+from t5x_gpu.models.remat import REPEATS_MATMULS, num_full
 from t5x_gpu.models.transformer import attention_need, layers_per_iteration
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
@@ -157,7 +157,7 @@ def step_shape(
     stacks = tuple(dataclasses.replace(stack, full_layers=0) for stack in stacks)
   remat = config.remat_policy if config else 'none'
   recomputes = '' if remat in ('none', 'dots') else 'attention'
-  if pipeline or by_layer or remat in BY_LAYER:
+  if pipeline or by_layer or remat in REPEATS_MATMULS:
     recomputes = 'layers'
   head_rows = rows
   if pipeline and pipeline.schedule != '1f1b':

@@ -11,7 +11,7 @@ from typing import Optional
 from t5x_gpu.errors import MeshError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.models.precision import FP8_CAPABILITY
-from t5x_gpu.models.remat import BY_LAYER
+from t5x_gpu.models.remat import REPEATS_MATMULS
 from t5x_gpu.partitioning.mesh_sizes import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
@@ -103,7 +103,7 @@ def policies(
   """Returns values of TransformerConfig.remat_policy that make a difference."""
   if config_of(config.model) is None:
     return (None,)
-  return BY_LAYER if _is_by_layer(dict(layout), num_microbatches) else POLICIES
+  return REPEATS_MATMULS if _is_by_layer(dict(layout), num_microbatches) else POLICIES
 
 
 def full_layers(num_layers: int, needed: int, needed_if_full: int, pool: int) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ def _without_void_settings(config: PlanConfig) -> PlanConfig:
   partitioner, model = dataclasses.replace(config.partitioner, overlap_layers=False), config.model
   of_model = config_of(model)
   if of_model is not None:
-    policy = of_model.remat_policy if of_model.remat_policy in BY_LAYER else 'full'
+    policy = of_model.remat_policy if of_model.remat_policy in REPEATS_MATMULS else 'full'
     model = with_config(model, remat_policy=policy, full_remat_layers=0)
   return dataclasses.replace(config, partitioner=partitioner, model=model)
 
