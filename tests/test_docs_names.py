@@ -422,3 +422,11 @@ def test_readme_and_performance_page_have_the_recorded_speed_on_a_cpu():
     seconds = medians[f'{name} decoder_14m']['step_seconds']
     for text in (readme, page):
       assert re.search(rf'\| \**{seconds:.2f}\** \| \**{8 * 256 / seconds:.0f}\** \|', text), name
+
+
+def test_readme_shows_the_plan_of_the_plan_page():
+  shown = (ROOT / 'README.md').read_text().split('$ python -m t5x_gpu.plan')[1].split('\n\n')[0]
+  page = (ROOT / 'docs/plan.md').read_text()
+  lines = [line.strip().removesuffix('...').strip() for line in shown.splitlines()[1:]]
+  assert len(lines) == 5
+  none([line for line in lines if line not in page])

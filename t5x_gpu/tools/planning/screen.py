@@ -18,7 +18,13 @@ from t5x_gpu.tools.planning.formulas.step_memory import (
   MemoryUse,
 )
 from t5x_gpu.tools.planning.formulas.step_time import NETWORK, StepTime
-from t5x_gpu.tools.planning.formulas.work import ATTENTION, MODEL, OPTIMIZER, WEIGHTS_AND_GRADIENTS
+from t5x_gpu.tools.planning.formulas.work import (
+  ATTENTION,
+  MODEL,
+  OPTIMIZER,
+  STORED,
+  WEIGHTS_AND_GRADIENTS,
+)
 from t5x_gpu.tools.planning.prediction import (
   COMPILED,
   FORMULA,
@@ -141,6 +147,14 @@ def _costs(prediction: Prediction) -> Iterator[Cost]:
       'Reading and writing weights, gradients and optimizer state',
       update,
       'more tokens per step, or splitting them over more GPUs (Partitioner.fsdp)',
+    )
+  stacks = sum(p.seconds for p in moved if p.part == STORED)
+  if stacks:
+    yield Cost(
+      'Copying what layers store into and out of the stacks of their loop',
+      stacks,
+      'a remat_policy that stores less, or, where memory is left, no loop '
+      '(TransformerConfig.scan_unroll = all layers), which takes longer to compile',
     )
   launch = sum(p.launch_seconds for p in time.parts)
   if launch:

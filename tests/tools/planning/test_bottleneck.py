@@ -12,9 +12,10 @@ from t5x_gpu.tools.planning.gpu_targets import find_target
 from t5x_gpu.tools.planning.prediction import Planner
 from tests.aot.cases import Case
 
-LONG = Case(model='llama3_2_1b', layout='fsdp', batch=(64, 4096))
+DOTS = "REMAT_POLICY = 'dots'"
+LONG = Case(model='llama3_2_1b', layout='fsdp', batch=(64, 4096), bindings=(DOTS,))
 SHORT = Case(model='llama3_2_1b', layout='fsdp', batch=(8, 512))
-WITH_BIAS = Case(model='decoder_base', layout='dp', batch=(1536, 512), gpu='h200')
+WITH_BIAS = Case(model='decoder_base', layout='dp', batch=(1536, 512), gpu='h200', bindings=(DOTS,))
 
 
 def predicted(case, topology=Topology(1, 8)):
@@ -41,7 +42,8 @@ def test_attention_is_named_where_it_takes_most():
   ],
 )
 def test_fp8_is_advised_where_it_would_be_new(gpu, precision, advice):
-  assert advice in sentence(LONG, gpu=gpu, bindings=(f"PRECISION = '{precision}'",))
+  settings = DOTS, f"PRECISION = '{precision}'", 'TransformerConfig.scan_unroll = 16'
+  assert advice in sentence(LONG, gpu=gpu, bindings=settings)
 
 
 @pytest.mark.parametrize('policy', ['none', 'dots'])
@@ -58,6 +60,14 @@ def test_layers_under_full_cost_their_share_of_a_forward_pass(policy):
   assert again(8) == pytest.approx(again(16) / 2, rel=0.01) and again(8) > 0
 
 
+def test_stacks_of_stored_activations_cost_nothing_without_a_loop():
+  stored = "REMAT_POLICY = 'none'"
+  assert 'Copying what layers store' in sentence(LONG, bindings=(stored,))
+  assert 'a remat_policy that stores less' in sentence(LONG, bindings=(stored,))
+  without = dataclasses.replace(LONG, bindings=(stored, 'TransformerConfig.scan_unroll = 16'))
+  assert not [c for c in screen.costs(predicted(without)) if 'Copying' in c.what]
+
+
 def test_hsdp_is_advised_where_fsdp_crosses_the_network():
   assert 'over fsdp (NVLink)' in sentence(SHORT) and 'hsdp' not in sentence(SHORT)
   on_two = sentence(SHORT, Topology(2, 4))
@@ -69,7 +79,7 @@ def test_the_advice_about_attention_is_the_one_that_gets_a_kernel():
   found = sentence(WITH_BIAS)
   assert 'a kernel would store 1.1 GiB of bias gradients' in found
   assert 'more NUM_MICROBATCHES' in found and 'install' not in found
-  assert 'Attention' not in sentence(WITH_BIAS, bindings=('NUM_MICROBATCHES = 2',))
+  assert 'Attention' not in sentence(WITH_BIAS, bindings=(DOTS, 'NUM_MICROBATCHES = 2'))
 
 
 @pytest.mark.parametrize(
