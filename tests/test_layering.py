@@ -372,7 +372,11 @@ MEETING_POINTS = {
   'models.precision': {'parameters.Split', 'parameters.as_parameter', 'parameters.is_parameter'},
   # The loop over layers, and parameters that are used after it.
   'models.stack': {'overlap'},
-  'models.transformer': {'parameters.num_layers', 'parameters.over_layers', 'parameters.own_loop'},
+  'models.transformer': {
+    'parameters.adds_in_place',
+    'parameters.num_layers',
+    'parameters.over_layers',
+  },
   # Sums over whole rows count on one device, and in a pipeline not at all.
   'models.losses': {'axis_rules.is_manual', 'axis_rules.varying'},
   'models.encoder': {'axis_rules.is_manual'},

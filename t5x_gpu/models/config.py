@@ -93,9 +93,9 @@ class TransformerConfig(AttentionConfig, MoeConfig):
     full_remat_layers: number of first layers of each stack that store only their input, regardless
       of remat_policy: for a policy that almost fits. In a pipeline, each block has its share.
     scan_unroll: layers per iteration of the scan over layers; more costs compile time. None for all
-      layers on a single GPU, where a loop would copy every stored activation, unless there are more
-      than 32, or microbatches, whose loop adds gradients in place; 1 elsewhere. Parameters are
-      always stacked [layers, ...].
+      layers on a GPU, where a loop would copy every stored activation, unless there are more than
+      32; on several GPUs only with remat_policy = 'none'. 1 elsewhere, in pipelines, and where
+      microbatches add gradients in place. Parameters are always stacked [layers, ...].
 
     fp8_scaling: source of the scales of FP8 operands: 'current' values, or 'delayed': the largest
       values of the last fp8_history steps, which are part of the state; or 'mxfp8': the current

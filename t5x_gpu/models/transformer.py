@@ -34,7 +34,7 @@ from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import named_input, remat_of
 from t5x_gpu.partitioning.axis_rules import is_named, shard, split_ways
 from t5x_gpu.partitioning.layer_stacks import Params
-from t5x_gpu.partitioning.parameters import num_layers, over_layers, own_loop
+from t5x_gpu.partitioning.parameters import adds_in_place, num_layers, over_layers
 
 
 @flax.struct.dataclass
@@ -247,25 +247,27 @@ _MOST_UNROLLED = 32
 
 
 def layers_per_iteration(
-  config: TransformerConfig, num_layers: int, *, num_devices: int, platform: str, own_loop: bool
+  config: TransformerConfig, num_layers: int, *, num_devices: int, platform: str, needs_loop: bool
 ) -> int:
-  """Returns `scan_unroll`, by default all layers on a single GPU if they are not too many.
+  """Returns `scan_unroll`, by default all layers on GPUs if they are not too many.
 
   A loop keeps what its layers store for the backward pass in stacked arrays: it fills them with
   zeros, copies each value into them and later out of them, 24 of 292 ms of a step with 1.3B
-  parameters on an H200 (docs/performance.md). With microbatches, the loop that adds gradients in
-  place (`InPlace`) moves as little as no loop, in less memory.
+  parameters on an H200 (docs/performance.md). On several GPUs, layers that compute something again
+  run in a loop: without it, XLA computes it long before it is used.
 
   Args:
     config: the model's config.
     num_layers: number of layers.
     num_devices, platform: where they run.
-    own_loop: whether their parameters bring a loop (`parameters.own_loop`).
+    needs_loop: whether they are a block of a stack, or their loop adds gradients in place
+      (`InPlace`), which moves as little as no loop, in less memory.
   """
   if config.scan_unroll is not None:
     return config.scan_unroll
-  fits = not own_loop and num_devices <= 1 and platform == 'gpu' and num_layers <= _MOST_UNROLLED
-  return num_layers if fits else 1
+  stores_all = config.remat_policy == 'none' and not config.full_remat_layers
+  fits = num_layers <= _MOST_UNROLLED and (num_devices <= 1 or stores_all)
+  return num_layers if platform == 'gpu' and fits and not needs_loop else 1
 
 
 def _checked(returned: object, layer: nn.Module, carry: _Carry) -> _Carry:
@@ -359,7 +361,7 @@ def scan_layers(
       count,
       num_devices=jax.sharding.get_abstract_mesh().size,
       platform=choose.hardware().platform,
-      own_loop=own_loop(params) is not None,
+      needs_loop=adds_in_place(params) or count < (layers_of_stack or count),
     )
   return over_layers(
     one,

@@ -84,6 +84,7 @@ class InPlace(Wrapper):
   start: Index
   size: int = flax.struct.field(pytree_node=False)
   loop = staticmethod(run_in_place)
+  adds_in_place = True
 
   @property
   def num_layers(self) -> int:
@@ -146,13 +147,15 @@ class _Loop:
     """Returns (output, _Kept); arguments hold `CustomVJPPrimal`s."""
     places = places[0].value, places[1].value
     everything = jax.checkpoint_policies.everything_saveable
+    segments = self.remat.segments(self.size)
     steps, leaves, carry, flat, shared_tree = opened(
       self.layer,
       self.treedef,
-      [(p or everything, self.unroll >= len(n)) for n, p in self.remat.segments(self.size)],
+      [p or everything for _, p in segments],
       leaves,
       carry,
       shared,
+      prevent_cse=[self.unroll >= len(layers) for layers, _ in segments],
     )
 
     def body(step: LayerStep, carry: Tree, i: jax.Array) -> tuple[Tree, Tree]:

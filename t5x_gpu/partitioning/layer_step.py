@@ -6,7 +6,7 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeVar, Union
+from typing import Any, Optional, TypeVar, Union
 
 import jax
 import jax.numpy as jnp
@@ -102,21 +102,24 @@ def merged(which: Sequence[bool], chosen: Sequence[T], others: Sequence[T]) -> l
 def opened(
   layer: Layer,
   treedef: PyTreeDef,
-  policies: Sequence[tuple[Policy, bool]],
+  policies: Sequence[Policy],
   leaves: list[Tree],
   carry: Tree,
   shared: Tree,
+  *,
+  prevent_cse: Optional[Sequence[bool]] = None,
 ) -> tuple[tuple[LayerStep, ...], list[Tree], Tree, list[jax.Array], PyTreeDef]:
   """Returns (steps, leaves, carry, leaves of `shared`, structure of `shared`) for a forward pass.
 
   Args:
     layer: computes one layer.
     treedef: structure of a layer's parameters.
-    policies: per step: its policy, and whether no loop separates its forward from its backward
-      pass. XLA would then merge the recomputation with the forward pass, and save nothing.
+    policies: per step: what it stores.
     leaves: parameters of all layers; they and the next two arguments hold `CustomVJPPrimal`s.
     carry: input of the first layer.
     shared: arrays that all layers share.
+    prevent_cse: per step: whether neither a loop nor its caller separates its forward from its
+      backward pass. XLA would then merge the recomputation with the forward pass, and save nothing.
   """
   trained = [any(x.perturbed for x in jax.tree.leaves(p, is_leaf=is_primal)) for p in leaves]
   flat, shared_tree = jax.tree.flatten(shared, is_leaf=is_primal)
@@ -129,13 +132,9 @@ def opened(
 
   steps = tuple(
     LayerStep(
-      function,
-      trained=trained,
-      differentiated=differentiated,
-      policy=policy,
-      prevent_cse=prevent_cse,
+      function, trained=trained, differentiated=differentiated, policy=policy, prevent_cse=prevent
     )
-    for policy, prevent_cse in policies
+    for policy, prevent in zip(policies, prevent_cse or [False] * len(policies), strict=True)
   )
   return steps, leaves, carry, flat, shared_tree
 

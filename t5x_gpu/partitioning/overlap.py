@@ -240,6 +240,9 @@ _open.defvjp(_open_forward, _open_backward)
 # A parameter, or an array.
 _Leaf = Any
 _Leaves = list[_Leaf]
+# Layers with one policy: the layer, their numbers, whether they compute something again, residuals
+# [layers, ...], and the parameters that the backward pass gathers.
+_Segment = tuple[LayerStep, range, bool, Tree, _Leaves]
 
 
 @flax.struct.dataclass
@@ -300,13 +303,11 @@ class _Loop:
     after_trained = tuple(x.perturbed for x in after)
     first, after = first.value, [x.value for x in after]
     num_layers = _num_layers(jax.tree.map(lambda x: x.value, leaves, is_leaf=is_primal))
+    # Without a loop, `backward` has the barriers that keep it from being merged with this pass.
     steps, leaves, carry, flat, shared_tree = opened(
       self.layer,
       self.treedef,
-      [
-        (policy or keep_activations_only, self._is_unrolled(layers, num_layers))
-        for layers, policy in self.remat.segments(num_layers)
-      ],
+      [policy or keep_activations_only for _, policy in self.remat.segments(num_layers)],
       leaves,
       carry,
       shared,
@@ -374,12 +375,16 @@ class _Loop:
       others = [_others(entry(leaf, i), x) for leaf, x in zip(trained, of_weights, strict=True)]
       return (list(map(_pending, trained, of_weights)), *rest), others
 
-    def body(segment: tuple[LayerStep, range, Tree, _Leaves], state: Tree, i: Index) -> Tree:
-      step, layers, stored, to_gather = segment
+    def body(segment: _Segment, state: Tree, i: Index) -> Tree:
+      step, layers, recomputes, stored, to_gather = segment
       ahead, (pending, gradient, of_shared), total = state
+      stored = entry(stored, i - layers.start)
+      if to_gather is not leaves:
+        if recomputes:  # not before the gradients of layer i + 2 are summed, as in a loop
+          gradient, _ = jax.lax.optimization_barrier((gradient, total))
+        stored = _after(stored, gradient)
       following = self._gathered(to_gather, i - 1)
       total = self._with_layer(total, trained, at_end, pending, i + 1)
-      stored = entry(stored, i - layers.start)
       (pending, gradient, more), others = one(step, ahead, stored, gradient, i)
       of_shared = jax.tree.map(jnp.add, of_shared, more)
       return (following, (pending, gradient, of_shared), total), others
@@ -388,9 +393,17 @@ class _Loop:
     at_end = _are_summed_at_end(trained)
     total = [self._no_gradients(leaf, late) for leaf, late in zip(trained, at_end)]
     gradient = jax.tree.map(instantiated, gradient, is_leaf=is_zero)
-    segments = [
-      (*parts, _to_gather(leaves, gradient) if self._is_unrolled(parts[1], last + 1) else leaves)
-      for parts in zip(kept.steps, self._segments(leaves), kept.stored, strict=True)
+    segments: list[_Segment] = [
+      (
+        step,
+        layers,
+        policy is not None,
+        stored,
+        _to_gather(leaves, gradient) if self._is_unrolled(layers, last + 1) else leaves,
+      )
+      for step, (layers, policy), stored in zip(
+        kept.steps, self.remat.segments(last + 1), kept.stored, strict=True
+      )
     ]
     ahead = self._gathered(segments[-1][-1], max(last - 1, 0))
     stored_last = _after(kept.stored_last, gradient)

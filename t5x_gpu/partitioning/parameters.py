@@ -59,9 +59,11 @@ class Parameter(abc.ABC):
   Attributes:
     loop: runs stacks that have such a parameter; it takes the arguments of `over_layers`. None for
       the loop of `over_layers`.
+    adds_in_place: whether this loop adds gradients to the gradients of earlier microbatches.
   """
 
   loop: ClassVar[Optional[Callable[..., Tree]]] = None
+  adds_in_place: ClassVar[bool] = False
 
   @property
   def is_converted(self) -> bool:
@@ -389,9 +391,9 @@ def over_layers(
     remat: what the layers store for the backward pass.
     unroll: layers per iteration.
   """
-  first = jax.tree.leaves(params, is_leaf=is_parameter)[0]
-  check_runs_once(first.split.part if is_parameter(first) else first)
-  loop = own_loop(params)
+  leaves = jax.tree.leaves(params, is_leaf=is_parameter)
+  check_runs_once(leaves[0].split.part if is_parameter(leaves[0]) else leaves[0])
+  loop = next((p.loop for p in leaves if is_parameter(p) and p.loop is not None), None)
   if loop is not None:
     options = dict(dtype=dtype, first_layer=first_layer, remat=remat, unroll=unroll)
     return loop(layer, params, carry, shared, **options)
@@ -425,10 +427,10 @@ def num_layers(params: Params) -> int:
   return first.num_layers if is_parameter(first) else first.shape[0]
 
 
-def own_loop(params: Params) -> Optional[Callable[..., Tree]]:
-  """Returns the `Parameter.loop` of `params`; None for the loop of `over_layers`."""
+def adds_in_place(params: Params) -> bool:
+  """Returns whether the loop of `params` adds gradients to earlier ones."""
   leaves = jax.tree.leaves(params, is_leaf=is_parameter)
-  return next((p.loop for p in leaves if is_parameter(p) and p.loop is not None), None)
+  return any(p.adds_in_place for p in leaves if is_parameter(p))
 
 
 # Primitives that compute a layer's weights from its parameters. Their results are not stored for

@@ -110,7 +110,8 @@ def test_loss_and_gradients_do_not_depend_on_unrolling_or_rematerialisation(chan
   'platform, num_devices, changes, has_loop',
   [
     ('gpu', 1, {}, False),
-    ('gpu', 2, {}, True),
+    ('gpu', 2, {}, False),
+    ('gpu', 2, {'remat_policy': 'dots'}, True),
     ('cpu', 1, {}, True),
     ('gpu', 1, {'scan_unroll': 1}, True),
     ('gpu', 1, {'dtype': 'fp8'}, False),
@@ -118,7 +119,7 @@ def test_loss_and_gradients_do_not_depend_on_unrolling_or_rematerialisation(chan
   ],
   ids=str,
 )
-def test_layers_run_without_a_loop_on_a_single_gpu(
+def test_layers_run_without_a_loop_on_a_gpu_unless_they_compute_something_again(
   platform, num_devices, changes, has_loop, monkeypatch
 ):
   monkeypatch.setattr(choose, 'hardware', lambda: choose.Hardware(platform, 'NVIDIA H200'))

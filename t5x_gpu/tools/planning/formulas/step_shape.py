@@ -212,7 +212,8 @@ def _stacks(
   program: Program, model: Model, config: TransformerConfig, gpu: GpuTarget, rows: int
 ) -> tuple[StackShape, ...]:
   mesh = program.layout.mesh.shape
-  adds = program.config.num_microbatches > 1  # gradients in place
+  number, region = program.config.num_microbatches, program.layout.region
+  in_place = number > 1 and (region.by_layer(number) or not region.splits_gradients(number))
   repeats = program.layout.pipeline.repeats if program.layout.pipeline else 1
   lengths = {
     name.split('_')[0]: shape[1] for name, shape in program.spec.shapes.items() if len(shape) > 1
@@ -235,7 +236,11 @@ def _stacks(
       cross_length=cross_length,
       has_loop=num_layers
       > layers_per_iteration(
-        config, num_layers, num_devices=program.layout.mesh.size, platform='gpu', own_loop=adds
+        config,
+        num_layers,
+        num_devices=program.layout.mesh.size,
+        platform='gpu',
+        needs_loop=in_place or program.layout.pipeline is not None,
       ),
       choice=_backend(program, config, length, gpu, rows),
     )
