@@ -268,6 +268,11 @@ class PhaseClock:
     with self._lock:
       self._since = self._clock()
 
+  def leave_out(self, seconds: float) -> None:
+    """Does not count `seconds` of the time in this phase, or all of it if that is less."""
+    with self._lock:
+      self._since = min(self._since + seconds, self._clock())
+
   def step_done(self, step: int, *, least_deadline: float, factor: float) -> None:
     """Starts the next step. Its deadline is `factor` median steps, at least `least_deadline`."""
     with self._lock:
@@ -370,7 +375,8 @@ class Watchdog:
     self._main_thread = threading.main_thread().ident
     self._stop = threading.Event()
     self._leaving = threading.RLock()
-    rounds = [('watchdog', self._watch, config.period_seconds)]
+    self._looked = clock()
+    rounds = [('watchdog', self._look, config.period_seconds)]
     rounds += [('heartbeats', self._talk, self._period)] * (self._store is not None)
     self._threads = [
       threading.Thread(target=self._repeat, args=(f, seconds), name=name, daemon=True)
@@ -379,6 +385,7 @@ class Watchdog:
 
   def __enter__(self) -> Self:
     self._main_thread = threading.get_ident()
+    self._looked = self._clock()
     if self._store is not None:
       delay_aborts()
     for thread in self._threads:
@@ -468,6 +475,14 @@ class Watchdog:
       )
       with contextlib.suppress(Exception):
         self._board.post_verdict(self._verdict)
+
+  def _look(self) -> None:
+    """Watches, and leaves out the time in which this process was suspended."""
+    late = self._clock() - self._looked - self._config.period_seconds
+    if late > self._config.period_seconds:  # below, the machine is only busy
+      self._phases.leave_out(late)
+    self._watch()
+    self._looked = self._clock()
 
   def _watch(self) -> None:
     """Checks this process's deadline, verdicts, and how long process 0 has been silent."""

@@ -140,6 +140,17 @@ def test_a_save_has_its_own_deadline_and_the_step_starts_again_after_it(clock):
     poll(dog)
 
 
+def test_the_time_of_a_suspended_process_does_not_count(clock):
+  dog = make(clock, step_seconds=10, period_seconds=1)
+  dog.step_done(7)
+  for pause in (1, 1, 3600, 1, 1, 1, 1, 1, 1):  # Ctrl-Z and fg, or `scontrol suspend` and resume
+    clock.now += pause
+    dog._look()
+  clock.now += 2  # after 11 seconds without the pause
+  with pytest.raises(Left, match=str(EXIT_STUCK)):
+    dog._look()
+
+
 def test_conversion_lasts_as_long_as_it_progresses_and_the_others_wait_for_process_0(clock):
   converts, waits = (
     make(clock, DictStore(), index=i, count=2, convert_seconds=100, compile_seconds=10)
