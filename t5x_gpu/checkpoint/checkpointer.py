@@ -50,7 +50,7 @@ from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader, read_state
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError, did_you_mean
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.agreement import who_text
-from t5x_gpu.storage.files import free_bytes, write_problem
+from t5x_gpu.storage.files import free_bytes, sync_folder, sync_names, write_problem
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath, access_errors
 from t5x_gpu.terminal.console import show
@@ -540,9 +540,14 @@ class Checkpointer(BaseCheckpointer):
         return cls(final_path.with_name(name), final_path, **options)
 
       async def finalize(self) -> None:
-        check_written(pathlib.Path(self.get()) / 'state')
+        written = pathlib.Path(self.get())
+        check_written(written / 'state')
+        # TensorStore has waited for the disk, Orbax has not: for half a minute after the commit, a
+        # crash of the machine would leave small files empty, and the older checkpoint is deleted.
+        sync_folder(written, leave_out='ocdbt.process_')
         checkpointer._dir.check_owner()  # no other run has taken over meanwhile
         await super().finalize()  # the commit: renames the folder to checkpoint_<step>
+        sync_names(written.parent)
         checkpointer._remove_old()
 
     # Compressing takes longer than writing, and makes weights only 8% smaller.

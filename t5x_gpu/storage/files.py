@@ -44,13 +44,44 @@ def atomic_write(
   try:
     yield temporary
     if sync:
-      with open(temporary, 'rb') as f:
-        os.fsync(f.fileno())
+      _sync(temporary)
     os.replace(temporary, path)
   except BaseException:
     with contextlib.suppress(OSError):
       temporary.unlink(missing_ok=True)
     raise
+
+
+def sync_folder(folder: str | os.PathLike, *, leave_out: str = '') -> None:
+  """Makes everything below a folder survive a crash of the machine.
+
+  Args:
+    folder: the folder.
+    leave_out: folders whose name begins with this are left out, if it is not ''.
+  Raises:
+    OSError: a file cannot be written to the disk.
+  """
+  with os.scandir(folder) as entries:
+    for entry in entries:
+      if not entry.is_dir(follow_symlinks=False):
+        _sync(entry.path)
+      elif not (leave_out and entry.name.startswith(leave_out)):
+        sync_folder(entry.path, leave_out=leave_out)
+  sync_names(folder)
+
+
+def sync_names(folder: str | os.PathLike) -> None:
+  """Makes the names in a folder survive a crash, on the file systems that can do it."""
+  with contextlib.suppress(OSError):
+    _sync(folder)
+
+
+def _sync(path: str | os.PathLike) -> None:
+  number = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(number)
+  finally:
+    os.close(number)
 
 
 def append_line(path: str | os.PathLike, line: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import time
 from typing import Any
@@ -168,6 +169,31 @@ def test_the_last_three_stay(tmp_path):
     'checkpoint_8',
     'checkpoint_9',
   ]
+
+
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_is_deleted(tmp_path, monkeypatch):
+  synced, before_deletion = set(), set()
+  sync, rename = os.fsync, os.rename
+
+  def noted_sync(number):
+    synced.add(re.sub(r'\.orbax-checkpoint-tmp[-0-9]*', '', os.readlink(f'/proc/self/fd/{number}')))
+    sync(number)
+
+  def noted_rename(source, target, **options):
+    if '.removed_' in str(target):
+      before_deletion.update(synced)
+    rename(source, target, **options)
+
+  monkeypatch.setattr(os, 'fsync', noted_sync)
+  monkeypatch.setattr(os, 'rename', noted_rename)
+  with opened(tmp_path, keep=Keep(last=1)) as checkpointer:
+    for step in (1, 2):
+      save(checkpointer, step, new_state(step))
+  names = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / 'checkpoint_2').rglob('*')}
+  ours = {name for name in names if 'ocdbt.process_' not in name}  # TensorStore syncs its files
+  ours -= {'checkpoint_2/commit_success.txt'}  # nothing reads it
+  assert {'checkpoint_2/data/metadata', 'checkpoint_2/manifest/metadata'} < ours
+  assert {str(tmp_path), *(str(tmp_path / name) for name in ours)} <= before_deletion
 
 
 @pytest.mark.parametrize('best_is, best', [('min', 4), ('max', 5)])
