@@ -72,13 +72,17 @@ class Owner:
   def is_same_process(self, other: 'Owner') -> bool:
     return (self.kernel, self.pid, self.born) == (other.kernel, other.pid, other.born)
 
+  def is_visible_to(self, me: 'Owner') -> bool:
+    """Returns whether `me` can tell if this process has ended."""
+    return self.kernel == me.kernel and not _is_hidden(self.pid)
+
   def stale_because(self, me: 'Owner', age_seconds: float) -> str:
     """Returns why `me` may take over the lock of this owner; '' if it may not."""
     if self.job and self.job == me.job and self.attempt < me.attempt:
       return f'it is an earlier attempt of Slurm job {me.job}'
     if self.run and self.run == me.run and self.generation < me.generation:
       return f'it is start {self.generation} of the same run, this is start {me.generation}'
-    if self.kernel == me.kernel:
+    if self.is_visible_to(me):
       if self.born != _born(self.pid):
         return 'it has ended'
       is_copy = (
@@ -117,7 +121,7 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
     reason = owner.stale_because(me, age)
     if reason:
       return f'the last run here was {owner.name}; {reason}'
-    if not wait or owner.kernel == me.kernel or (seen is not None and seen != found):
+    if not wait or owner.is_visible_to(me) or (seen is not None and seen != found):
       raise CheckpointError(
         f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last '
         f'heartbeat was {max(age, 0):.0f} s ago.',
@@ -313,6 +317,22 @@ def _born(pid: int) -> str:
     return ''
   fields = stat.rpartition(')')[2].split()  # from the third on: the second may contain spaces
   return '' if fields[0] in 'ZX' else fields[19]
+
+
+def _is_hidden(pid: int) -> bool:
+  """Returns whether another user's process exists that /proc, mounted with hidepid, does not show.
+
+  A process that has ended, and whose parent has not noticed yet, counts as well.
+  """
+  if _born(pid):
+    return False
+  try:
+    os.kill(pid, 0)  # sends nothing
+  except PermissionError:
+    return True
+  except (OSError, OverflowError):
+    pass
+  return False
 
 
 def _parse(content: str | bytes) -> Optional[Owner]:

@@ -109,6 +109,19 @@ def test_a_run_starts_once_the_lock_of_another_container_is_stale(tmp_path, warm
   assert 'Taking over' in run.err and project.steps() == [2]
 
 
+def test_a_process_that_the_system_hides_has_not_ended(tmp_path, ended, monkeypatch):
+  def kill(pid, number):
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+  monkeypatch.setattr(os, 'kill', kill)  # as for another user's process under hidepid
+  monkeypatch.setattr(run_lock, 'POLL_SECONDS', 0.01)
+  lock_of(tmp_path, pid=ended, born='1', age=STALE_SECONDS - 20)
+  with raises(CheckpointError):
+    check_lock(tmp_path)
+  lock_of(tmp_path, pid=ended, born='1', age=STALE_SECONDS - 1)
+  assert 'last heartbeat was 120 s ago' in check_lock(tmp_path, wait=True)
+
+
 @pytest.mark.parametrize('change', ['ended', 'pid used again', 'copied', 'torn'])
 def test_stale_locks_are_taken_over_at_once_with_a_log_line(tmp_path, ended, change, caplog):
   if change == 'ended':
