@@ -1,8 +1,6 @@
 """Folders that appear complete or not at all; a killed command can continue its folder."""
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -13,14 +11,13 @@ from typing import IO, Optional
 
 from t5x_gpu.checkpoint.model_dir import commit_remote
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.storage.files import free_bytes, write_atomically, write_problem
+from t5x_gpu.storage.files import free_bytes, lock_file, write_atomically, write_problem
 from t5x_gpu.storage.json_schema import Fields, Json, Nullable, read_json
 from t5x_gpu.storage.paths import AnyPath, RemotePath
 from t5x_gpu.terminal.console import show
 
 _SCHEMA = Fields({'work': str, 'entry': Nullable(dict)})
 _REMOTE_JOURNAL = 'reshard.json'
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # some network file systems
 
 
 @contextlib.contextmanager
@@ -113,18 +110,17 @@ class Journal(contextlib.AbstractContextManager):
     """Returns the lock file, which this process holds until it closes the file."""
     lock = open(self._lock_path, 'a', encoding='utf-8')
     try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      lock_file(lock)
     except BlockingIOError as e:
       lock.close()
       raise CheckpointError(
         f'Another process is writing {self._target}.',
         fix='Wait for it or end it, or name another folder with --to.',
       ) from e
-    except OSError as e:
-      if e.errno not in _NO_LOCKS:
-        lock.close()
-        self._lock_path.unlink(missing_ok=True)
-        raise
+    except OSError:
+      lock.close()
+      self._lock_path.unlink(missing_ok=True)
+      raise
     return lock
 
   def _open(self, num_bytes: int) -> None:

@@ -8,6 +8,7 @@ without it.
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import pathlib
@@ -15,7 +16,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from typing import Optional
+from typing import IO, Optional
 
 from t5x_gpu.errors import AccessError
 from t5x_gpu.terminal.console import show
@@ -82,6 +83,23 @@ def _sync(path: str | os.PathLike) -> None:
     os.fsync(number)
   finally:
     os.close(number)
+
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre without `flock`, some NFS
+
+
+def lock_file(file: IO[str]) -> None:
+  """Locks an open file until it is closed, if its file system has locks.
+
+  Raises:
+    BlockingIOError: another process holds the lock.
+    OSError: the file cannot be locked, for another reason.
+  """
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as e:
+    if e.errno not in _NO_LOCKS:
+      raise
 
 
 def append_line(path: str | os.PathLike, line: str) -> None:

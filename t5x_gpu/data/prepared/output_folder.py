@@ -7,7 +7,6 @@ records it, and index.json comes last.
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import json
 import pathlib
 import shutil
@@ -26,6 +25,7 @@ from t5x_gpu.data.prepared.index import (
 from t5x_gpu.data.prepared.shard_writer import PARTIAL, facts_path, write_whole
 from t5x_gpu.data.sources.corrupt_records import check_share
 from t5x_gpu.errors import DataError, NoExamplesError
+from t5x_gpu.storage.files import lock_file
 from t5x_gpu.storage.json_schema import Fields, Json, JsonObject, MapOf, read_bytes, read_json
 
 _PLAN, _LOCK = 'plan.json', 'lock'
@@ -149,7 +149,7 @@ def _begin(path: pathlib.Path, plan: Index, stack: contextlib.ExitStack) -> Spli
   unfinished.mkdir(parents=True, exist_ok=True)
   lock = stack.enter_context(open(unfinished / _LOCK, 'w', encoding='utf-8'))
   try:
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock_file(lock)
   except BlockingIOError as e:
     raise DataError(
       f'Another process is preparing {path}.', fix='Wait for it, or give another --output.'

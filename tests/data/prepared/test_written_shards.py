@@ -1,7 +1,10 @@
 """What `prepare` writes: the rows of the streaming path, whole shards, resumed after a stop."""
 
 import collections
+import errno
+import fcntl
 import json
+import os
 import shutil
 import subprocess
 
@@ -226,6 +229,14 @@ def test_two_at_once_are_distinguished(copied):
   finally:
     holder.communicate()
   assert prepare_here('mixed', copied) == 'nothing to do' and not unfinished.exists()
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(copied, monkeypatch):
+  def flock(*args):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+  monkeypatch.setattr(fcntl, 'flock', flock)
+  assert prepare_here('mixed', copied) == 'nothing to do'
 
 
 @pytest.mark.slow  # like the test of the checkpoints, which is in make test
