@@ -142,16 +142,20 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
   is_one = args.step is not None or found.model_dir is not opened
   damaged = 0
   for step in [found.step] if is_one else opened.steps:
+    checkpoint = CheckpointAddress(found.model_dir, step)
     try:
-      reader = StateReader(CheckpointAddress(found.model_dir, step))
+      reader = StateReader(checkpoint)
+      with console.progress(f'checkpoint_{step} read', reader.num_bytes) as advance:
+        verdict = verify(reader, advance=advance)
     except AccessError:
-      raise
+      if is_one or not checkpoint.is_deleted:
+        raise
+      console.say(f'checkpoint_{step}: its run has deleted it meanwhile')
+      continue
     except CheckpointError as e:
       console.say(f'checkpoint_{step}: DAMAGED: {e.what}')
       damaged += 1
       continue
-    with console.progress(f'checkpoint_{step} read', reader.num_bytes) as advance:
-      verdict = verify(reader, advance=advance)
     for name, problem in verdict.damaged.items():
       console.say(f'checkpoint_{step}: DAMAGED: {name} {problem}')
     damaged += bool(verdict.damaged)

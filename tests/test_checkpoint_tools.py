@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from t5x_gpu import checkpoint_tools
 from t5x_gpu.checkpoint.arrays import checksums_of
-from t5x_gpu.checkpoint.model_dir import committed_steps
+from t5x_gpu.checkpoint.model_dir import committed_steps, remove_checkpoint
 from t5x_gpu.checkpoint.params_files import ParamsWriter, read_params
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.errors import CheckpointError, ConfigError
@@ -171,6 +172,29 @@ def test_verify_reports_files_that_are_truncated_or_do_not_decompress(tmp_path):
   result = run('verify', folder)
   assert result.code == 1
   assert 'checkpoint_10: DAMAGED' in result.out and 'checkpoint_20: DAMAGED' in result.out
+
+
+@pytest.mark.parametrize('reads', [1, 5])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_damaged(tmp_path, monkeypatch, reads):
+  folder = folder_with(tmp_path, 10, 20)
+  left = [(10, reads), (20, reads)]
+  open_array = ts.open
+
+  def deletes(spec, **options):
+    step, count = left[0]
+    left[0] = step, count - 1
+    if count == 1:
+      remove_checkpoint(folder, step)
+    return open_array(spec, **options)
+
+  monkeypatch.setattr(ts, 'open', deletes)
+  result = run('verify', folder)
+  assert result.code == 0 and 'DAMAGED' not in result.out
+  assert 'checkpoint_10: its run has deleted it' in result.out
+  assert 'checkpoint_20: 3 arrays match' in result.out
+  del left[0]
+  result = run('verify', folder / 'checkpoint_20')
+  assert result.code == 2 and 'checkpoint_20 was deleted while it was read' in result.err
 
 
 def test_verify_reads_what_has_no_checksums_and_says_so(tmp_path):

@@ -6,6 +6,7 @@ layer (`layers_0`, `layers_1`): the manifest lists such arrays under 'unstacked'
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -81,6 +82,11 @@ class CheckpointAddress:
     """Its metadata; see `ModelDir.metadata`."""
     return self.model_dir.metadata(self.step)
 
+  @property
+  def is_deleted(self) -> bool:
+    """Whether the run has deleted it by now, because it has newer ones."""
+    return self.step not in ModelDir(self.model_dir.path).steps  # a new one lists them again
+
 
 # A checkpoint, or where to look for one: MODEL_DIR or the folder of one checkpoint.
 Source = Union[CheckpointAddress, ModelDir, str, os.PathLike, AnyPath]
@@ -153,7 +159,7 @@ class StateReader:
     shapes, dtypes: '/'-joined path -> shape, dtype.
   Raises:
     CheckpointError: no checkpoint exists, or it cannot be read.
-    AccessError: the checkpoint cannot be opened; all methods raise this too.
+    AccessError: the checkpoint cannot be opened, or was deleted; all methods raise this too.
   """
 
   def __init__(
@@ -170,7 +176,7 @@ class StateReader:
     self.path, self.step = self.checkpoint.path, self.checkpoint.step
     self._prefix = prefix
     try:
-      with access_errors(self.path):
+      with self._reading():
         self.metadata = self.checkpoint.metadata
         self.manifest: Manifest = self.metadata.manifest
         self._describe(cache_bytes)
@@ -201,9 +207,24 @@ class StateReader:
       cache_bytes = 4 * largest if largest > PIECE_BYTES else 0  # query, key and value together
     self._context = context(cache_bytes=cache_bytes)
 
+  @contextlib.contextmanager
+  def _reading(self) -> Iterator[None]:
+    """As `access_errors`, and for a checkpoint that its run has deleted meanwhile."""
+    try:
+      with access_errors(self.path):
+        yield
+    except UNREADABLE as e:
+      if not self.checkpoint.is_deleted:
+        raise
+      raise AccessError(
+        f'{self.path} was deleted while it was read.',
+        fix='Read a newer one. A run keeps more of them with CheckpointConfig.keep.',
+        docs='checkpoints.md',
+      ) from e
+
   def chunk_shape(self, name: str) -> Shape:
     """Returns the shape of the chunks of an array on disk; a chunk is read as a whole."""
-    with access_errors(self.path):
+    with self._reading():
       array = self._opened(self._parts(name)[0], self._index)
     shape = self.shapes[name][1:] if self._is_unstacked(name) else self.shapes[name]
     if tuple(array.shape) != shape:
@@ -218,7 +239,7 @@ class StateReader:
 
   def read_at(self, name: str, place: Place) -> np.ndarray:
     """Returns a part of an array; raises ValueError if it is damaged."""
-    with access_errors(self.path):
+    with self._reading():
       return self._read_at(name, place)
 
   def _read_at(self, name: str, place: Place) -> np.ndarray:
