@@ -11,7 +11,14 @@ from typing import IO, Optional
 
 from t5x_gpu.checkpoint.model_dir import commit_remote
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.storage.files import free_bytes, lock_file, write_atomically, write_problem
+from t5x_gpu.storage.files import (
+  free_bytes,
+  lock_file,
+  sync_folder,
+  sync_names,
+  write_atomically,
+  write_problem,
+)
 from t5x_gpu.storage.json_schema import Fields, Json, Nullable, read_json
 from t5x_gpu.storage.paths import AnyPath, RemotePath
 from t5x_gpu.terminal.console import show
@@ -154,10 +161,12 @@ class Journal(contextlib.AbstractContextManager):
     self.entry = entry
 
   def finish(self) -> None:
-    """Renames the folder to `target`."""
+    """Renames the folder to `target`, once its files are on the disk."""
     if self._target.exists():
       self._target.rmdir()
+    sync_folder(self.folder)
     os.rename(self.folder, self._target)
+    sync_names(self._target.parent)
     self.discard()
 
   def discard(self) -> None:

@@ -46,7 +46,7 @@ from t5x_gpu.checkpoint.model_dir import (
 from t5x_gpu.checkpoint.retention import BEST_IS, EVALUATIONS, Keep
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import check_exists
-from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader, read_state
+from t5x_gpu.checkpoint.store import OF_TENSORSTORE, CheckpointAddress, StateReader, read_state
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError, did_you_mean
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.agreement import who_text
@@ -544,7 +544,7 @@ class Checkpointer(BaseCheckpointer):
         check_written(written / 'state')
         # TensorStore has waited for the disk, Orbax has not: for half a minute after the commit, a
         # crash of the machine would leave small files empty, and the older checkpoint is deleted.
-        sync_folder(written, leave_out='ocdbt.process_')
+        sync_folder(written, leave_out=OF_TENSORSTORE)
         checkpointer._dir.check_owner()  # no other run has taken over meanwhile
         await super().finalize()  # the commit: renames the folder to checkpoint_<step>
         sync_names(written.parent)

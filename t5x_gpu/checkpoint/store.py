@@ -55,6 +55,7 @@ UNSTACKED = 'unstacked'
 STACK = 'layers'
 _READS = 8  # arrays that are read at the same time
 PIECE_BYTES = 32 << 20  # read at once; larger chunks are cached for the next piece
+OF_TENSORSTORE = 'ocdbt.process_'  # folders of a process's arrays, which TensorStore syncs
 
 Place = tuple[slice | int, ...]
 _Result = TypeVar('_Result')
@@ -554,7 +555,7 @@ class StateWriter:
 
   def _store_of_process(self, process: int) -> AnyPath:
     """Returns the folder of one process's store, named as Orbax names it."""
-    return self._state / '_'.join(filter(None, (f'ocdbt.process_{process}', self._start)))
+    return self._state / '_'.join(filter(None, (f'{OF_TENSORSTORE}{process}', self._start)))
 
   def close(self, *, manifest: Manifest, data: Json, empty: Json) -> None:
     """Writes pending data and Orbax's metadata files; checks that all arrays can be opened.

@@ -28,6 +28,25 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypat
   assert [p.name for p in tmp_path.iterdir()] == ['new']
 
 
+def test_a_folder_appears_once_its_files_are_on_the_disk(tmp_path, monkeypatch):
+  synced, before = [], []
+  sync, rename = os.fsync, os.rename
+
+  def noted_sync(number):
+    synced.append(pathlib.Path(os.readlink(f'/proc/self/fd/{number}')).name)
+    sync(number)
+
+  def noted_rename(source, target):
+    before.extend(synced)
+    rename(source, target)
+
+  monkeypatch.setattr(os, 'fsync', noted_sync)
+  monkeypatch.setattr(os, 'rename', noted_rename)
+  write_to(tmp_path / 'target')
+  assert before == ['file', 'new']  # the folder has another name until it is complete
+  assert synced[2:] == [tmp_path.name]
+
+
 @pytest.fixture
 def nfs(tmp_path, monkeypatch):
   """On NFS, an open file that is removed stays in its folder under another name."""

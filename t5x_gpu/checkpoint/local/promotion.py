@@ -37,11 +37,12 @@ from t5x_gpu.checkpoint.model_dir import (
   is_real_folder,
   set_aside_checkpoint,
 )
-from t5x_gpu.checkpoint.store import StateWriter, empty_leaves
+from t5x_gpu.checkpoint.store import OF_TENSORSTORE, StateWriter, empty_leaves
 from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.partitioning.trees import Shape, Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.machine import boot_id
+from t5x_gpu.storage.files import sync_folder
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import access_errors, system_error
 
@@ -456,6 +457,7 @@ class Assembly:
       data={'iterator': self._facts['data_state']},
       empty=empty_leaves(self._target.saved()),
     )
+    sync_folder(self._writer.path, leave_out=OF_TENSORSTORE)
     self._dir.check_owner()
     if final.is_dir():  # an unreadable checkpoint of the same step
       set_aside_checkpoint(self._folder, step, 'a local checkpoint of this step is complete')
