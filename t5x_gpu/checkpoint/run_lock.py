@@ -195,6 +195,7 @@ class RunLock:
     if reason:
       _log.info('Taking over %s: %s.', self._path, reason)
     self._me = _this_process(folder)
+    self._number = _number(folder)
     self._write()
     self._released = threading.Event()
     self._thread = threading.Thread(target=self._refresh, name='run_lock', daemon=True)
@@ -212,6 +213,9 @@ class RunLock:
       return True
     check_exists(self._folder)
     if owner is None:
+      # Only without the lock: some file systems change the numbers of their folders.
+      if _number(self._folder) != self._number:
+        raise _gone(self._folder, 'is another folder now')
       self._write()
     elif not owner.is_same_process(self._me):
       raise CheckpointError(
@@ -279,13 +283,22 @@ class RunLock:
 def check_exists(folder: AnyPath) -> None:
   """Raises CheckpointError if the MODEL_DIR of this run has been deleted from its disk."""
   if not isinstance(folder, RemotePath) and not folder.is_dir():
-    raise CheckpointError(
-      f'MODEL_DIR = {str(folder)!r} no longer exists: it was deleted, moved or unmounted during '
-      'the run. This checkpoint was not saved.',
-      fix='Put the folder back and start the same command again: it continues from the latest '
-      'checkpoint there. Without the folder the run starts over.',
-      parameters=('MODEL_DIR',),
-    )
+    raise _gone(folder, 'no longer exists')
+
+
+def _gone(folder: AnyPath, what: str) -> CheckpointError:
+  return CheckpointError(
+    f'MODEL_DIR = {str(folder)!r} {what}: it was deleted, moved or unmounted during the run. This '
+    'checkpoint was not saved.',
+    fix='Put the folder back and start the same command again: it continues from the latest '
+    'checkpoint there. Without the folder the run starts over.',
+    parameters=('MODEL_DIR',),
+  )
+
+
+def _number(folder: AnyPath) -> int:
+  """Returns the number of the folder in its file system; 0 in object storage."""
+  return 0 if isinstance(folder, RemotePath) else folder.stat().st_ino
 
 
 def _this_process(folder: AnyPath) -> Owner:

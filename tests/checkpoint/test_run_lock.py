@@ -109,6 +109,17 @@ def test_a_run_starts_once_the_lock_of_another_container_is_stale(tmp_path, warm
   assert 'Taking over' in run.err and project.steps() == [2]
 
 
+def test_a_new_folder_in_the_place_of_the_locked_one_is_refused(tmp_path):
+  folder = tmp_path / 'model'  # a mount point without its disk, for example
+  folder.mkdir()
+  lock = RunLock(folder)
+  folder.rename(tmp_path / 'moved')
+  folder.mkdir()
+  with raises(CheckpointError):
+    lock.check()
+  assert not list(folder.iterdir())
+
+
 def test_a_process_that_the_system_hides_has_not_ended(tmp_path, ended, monkeypatch):
   def kill(pid, number):
     raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
