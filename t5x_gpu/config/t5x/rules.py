@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from t5x_gpu.config import gin_text
 from t5x_gpu.config.gin_text import Reference
 from t5x_gpu.config.t5x.records import Record, Unset, Value
 from t5x_gpu.config.t5x.translator import (
@@ -111,6 +112,19 @@ def _nothing_but(*legal: str) -> ToOurs:
 
 
 _DATASET = _object('t5x.utils.DatasetConfig')
+
+
+def _evaluated(t: Translator, value: Any) -> Any:
+  """Returns the dataset of an evaluation; None if T5X never runs it."""
+  given = t.files.call('__main__.train').arguments
+  period, before = given.get('eval_period'), given.get('run_eval_before_training')
+  if period is None or period.value or before is not None and before.value:
+    return _DATASET(t, value)
+  for record in gin_text.instances(value, Record):
+    t.without_effect(record, 'eval_period = 0: nothing is evaluated.')
+  return None if value is None else Value(None, period.origin)
+
+
 _PARTITIONER = _object('t5x.partitioning.PjitPartitioner')
 
 
@@ -418,13 +432,9 @@ def _evaluates_each(t: Translator, value: Any) -> Any:
 
 
 def _eval_period(t: Translator, value: Any) -> Any:
-  if not value:  # T5X then never evaluates
-    t.write('train.train_eval_dataset_cfg', None, 'T5X')
-    t.write('train.infer_eval_dataset_cfg', None, 'T5X')
-    return None
-  if t.written('train.infer_eval_dataset_cfg') is not None:
+  if value and t.written('train.infer_eval_dataset_cfg') is not None:
     t.write('train.infer_eval_period', value, 'T5X')
-  return value
+  return value or None
 
 
 def _normalizer(t: Translator, value: Any) -> Any:
@@ -629,8 +639,8 @@ RULES: dict[str, ParameterRule] = {
   '__main__.train.model': _mapped('train.model', 'the class of the same name', _model),
   '__main__.train.model_dir': _same('train.model_dir'),
   '__main__.train.train_dataset_cfg': _mapped('train.train_dataset_cfg', '', _DATASET),
-  '__main__.train.train_eval_dataset_cfg': _mapped('train.train_eval_dataset_cfg', '', _DATASET),
-  '__main__.train.infer_eval_dataset_cfg': _mapped('train.infer_eval_dataset_cfg', '', _DATASET),
+  '__main__.train.train_eval_dataset_cfg': _mapped('train.train_eval_dataset_cfg', '', _evaluated),
+  '__main__.train.infer_eval_dataset_cfg': _mapped('train.infer_eval_dataset_cfg', '', _evaluated),
   '__main__.train.checkpoint_cfg': _mapped(
     'train.checkpoint_cfg', '', _object('t5x.utils.CheckpointConfig')
   ),
@@ -641,7 +651,10 @@ RULES: dict[str, ParameterRule] = {
   '__main__.train.total_steps': _same('train.total_steps'),
   '__main__.train.eval_steps': _same('train.eval_steps'),
   '__main__.train.eval_period': _mapped(
-    'train.eval_period', 'also of train.infer_eval_period; 0 is None', _eval_period
+    'train.eval_period',
+    'also of train.infer_eval_period; 0 evaluates nothing, or with run_eval_before_training at the '
+    'start and at the end',
+    _eval_period,
   ),
   '__main__.train.stats_period': _mapped('train.log_period', '', lambda t, v: v or NOT_WRITTEN),
   '__main__.train.random_seed': _mapped(

@@ -126,15 +126,15 @@ _OF_TRAINING = 'Only training uses it.'
 # Parameters before and after the others. The model has the optimizer, which may have the learning
 # rate, and whose moments depend on the network; the meaning of num_decodes depends on how the model
 # decodes; a submesh wins over num_partitions, and mesh shapes over both; each task is evaluated if
-# there is an evaluation; eval_period = 0 unsets datasets.
+# there is an evaluation; eval_period is also the period of the tasks if they are evaluated.
 _ORDER = {
   'model': -1,
   'module': -1,
   'decode_fn': -1,
   'model_parallel_submesh': 1,
   'train_eval_get_dataset_fn': 1,
+  'eval_period': 1,
   'dcn_mesh_shape': 2,
-  'eval_period': 2,
 }
 
 

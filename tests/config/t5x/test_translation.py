@@ -343,13 +343,26 @@ SCHEDULED = (
       ['train_eval_dataset_cfg = None', 'infer_eval_dataset_cfg = None'],
       [],
     ),
+    (
+      'train_script.train.eval_period = 0\ntrain_script.train.run_eval_before_training = True\n',
+      [
+        'eval_period = None',
+        'train_eval_dataset_cfg = @train_eval/batches.DatasetConfig()',
+        'infer_eval_dataset_cfg = @infer_eval/batches.DatasetConfig()',
+      ],
+      ['infer_eval_period = 0'],
+    ),
   ],
 )
 def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
-  lines, problems, _ = lines_of(tmp_path, text)
+  lines, problems, found = lines_of(tmp_path, text)
   assert not problems
   assert all(line in lines for line in written), lines
   assert not any(line.startswith(tuple(absent)) for line in lines if absent)
+  (tmp_path / 'ours.gin').write_text(found.text)
+  unset = [line.partition(' =')[0] for line in lines if line.endswith('= %gin.REQUIRED')]
+  values = [f'{name}={1 if name == "TRAIN_STEPS" else "x"}' for name in unset]
+  assert gin_loader.load([tmp_path / 'ours.gin'], bindings=values)
 
 
 @pytest.mark.parametrize(
