@@ -853,7 +853,9 @@ RULES: dict[str, ParameterRule] = {
   't5x.utils.SaveCheckpointConfig.keep_dataset_checkpoints': _no_effect(
     'The position in the data is part of the checkpoint.'
   ),
-  't5x.utils.SaveCheckpointConfig.checkpointer_cls': _no_effect('Orbax writes checkpoints.'),
+  't5x.utils.SaveCheckpointConfig.checkpointer_cls': _no_effect(
+    'Orbax writes checkpoints.', value=_nothing_but('t5x.checkpoints.Checkpointer')
+  ),
   't5x.utils.RestoreCheckpointConfig.path': _mapped(
     'RestoreConfig.path',
     'None and [] start from the seed; eval and infer: checkpoint',

@@ -312,7 +312,8 @@ def spelled(value: Any) -> str:
   return repr(value)
 
 
-# What stands here for classes that users of T5X write themselves, by the parameter that takes them.
+# What stands here for classes without a rule, most of which users of T5X write themselves, by the
+# parameter that takes them.
 PROTOCOLS = {
   'model': 'Your own model is a class with the members of docs/add_a_model.md: train.model.',
   'module': 'Your own network is a layer or a model of docs/add_a_model.md.',
@@ -325,6 +326,8 @@ PROTOCOLS = {
   'train_eval_get_dataset_fn': 'Your own batches come from a data module: '
   'docs/add_a_data_source.md.',
   'learning_rate_fn': 'A schedule is a function of the step: train.learning_rate.',
+  'checkpointer_cls': 'CheckpointConfig.keep_best and best_metric keep the best checkpoints '
+  '(docs/checkpoints.md).',
 }
 
 

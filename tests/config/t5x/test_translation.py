@@ -378,6 +378,12 @@ def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
     ('train_script.train.train_eval_get_dataset_fn = @optax.lion\n', 'get_dataset_fn'),
     ('utils.RestoreCheckpointConfig.strict = False\n', 'strict'),
     (
+      'from t5x import checkpoints\n'
+      'utils.SaveCheckpointConfig.checkpointer_cls = @checkpoints.SaveBestCheckpointer\n'
+      "checkpoints.SaveBestCheckpointer.metric_name_to_monitor = 'train/accuracy'\n",
+      'CheckpointConfig.keep_best',
+    ),
+    (
       STOP_EARLY + METRIC.format('loss') + 'trainer.EarlyStoppingAction.atol = 0.1\n',
       'sum over a batch',
     ),
