@@ -437,6 +437,12 @@ def _eval_period(t: Translator, value: Any) -> Any:
   return value or None
 
 
+def _total_steps(t: Translator, value: Any) -> Any:
+  if value == 0:
+    raise Refused('An evaluation without training is python -m t5x_gpu.eval (docs/eval.md).')
+  return value
+
+
 def _normalizer(t: Translator, value: Any) -> Any:
   if value is None:
     t.write('train.loss_normalizing_factor', 1.0, 'T5X')
@@ -648,7 +654,7 @@ RULES: dict[str, ParameterRule] = {
   '__main__.train.trainer_cls': _mapped(
     '', 'its parameters are parameters of train', _object('t5x.trainer.Trainer')
   ),
-  '__main__.train.total_steps': _same('train.total_steps'),
+  '__main__.train.total_steps': _mapped('train.total_steps', '', _total_steps),
   '__main__.train.eval_steps': _same('train.eval_steps'),
   '__main__.train.eval_period': _mapped(
     'train.eval_period',
@@ -876,8 +882,19 @@ RULES: dict[str, ParameterRule] = {
     value=_only(True, reason="Take some of the parameters with RestoreConfig.mode = 'partial'."),
   ),
   't5x.utils.RestoreCheckpointConfig.fallback_to_scratch': _no_effect(
-    'A missing checkpoint is an error.',
-    value=_only(False, reason='A missing checkpoint is an error here.'),
+    'A checkpoint must have every parameter.',
+    value=_only(
+      False,
+      reason="RestoreConfig.mode = 'partial' initializes what its pattern leaves out "
+      '(docs/finetune.md).',
+    ),
+  ),
+  't5x.utils.RestoreCheckpointConfig.assignment_map': _no_effect(
+    'Parameters are found by their names.',
+    value=_only(
+      None,
+      reason='Parameters have other names here: RestoreConfig.assignment_map (docs/finetune.md).',
+    ),
   ),
   't5x.utils.RestoreCheckpointConfig.restore_dataset': _no_effect(
     'A new run reads its data from the start.',

@@ -377,6 +377,12 @@ def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
     ('train_script.train.inference_evaluator_cls = @optax.lion\n', 'inference_evaluator_cls'),
     ('train_script.train.train_eval_get_dataset_fn = @optax.lion\n', 'get_dataset_fn'),
     ('utils.RestoreCheckpointConfig.strict = False\n', 'strict'),
+    ('utils.RestoreCheckpointConfig.fallback_to_scratch = True\n', "mode = 'partial'"),
+    (
+      "utils.RestoreCheckpointConfig.assignment_map = [('encoder/(.*)', None)]\n",
+      'RestoreConfig.assignment_map',
+    ),
+    ('train_script.train.total_steps = 0\n', 'python -m t5x_gpu.eval'),
     (
       'from t5x import checkpoints\n'
       'utils.SaveCheckpointConfig.checkpointer_cls = @checkpoints.SaveBestCheckpointer\n'
