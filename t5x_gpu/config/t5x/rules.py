@@ -473,6 +473,8 @@ def _decode(t: Translator, value: Any) -> Any:
     return NOT_WRITTEN
   given = {'temperature': 1.0, 'topk': 1, 'topp': 0.0}
   given |= {p: v.value for p, v in value.arguments.items()}
+  if given['topk'] and given['topp']:
+    raise Refused('T5X takes topk or topp, not both. topk is 1 unless a file sets it: set it to 0.')
   if given['topk'] == 1:
     t.decoding = 'greedy'
     return NOT_WRITTEN

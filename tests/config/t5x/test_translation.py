@@ -398,6 +398,7 @@ def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
     ('partitioning.PjitPartitoner.num_partitions = 2\n', "Did you mean 'PjitPartitioner'?"),
     (SAMPLE + 'decoding.temperature_sample.temperature = %HOT\n', '--gin.HOT=VALUE'),
     (NUM_DECODES.replace('4', '%MANY'), '--gin.MANY=VALUE'),
+    (SAMPLE + 'decoding.temperature_sample.topp = 0.9\n', 'topk or topp'),
   ],
 )
 def test_what_t5x_would_do_otherwise_is_refused(text, named, tmp_path):
