@@ -1,5 +1,6 @@
 """SeqIO batches resume exactly, repeat deterministically and pad, never drop, in evaluation."""
 
+import dataclasses
 import json
 import tempfile
 
@@ -318,3 +319,21 @@ def test_a_pipeline_that_cannot_be_saved_resumes_by_reading_its_batches_again(
 def test_python_code_that_gives_other_rows_each_time_is_refused_before_a_step(open_data, name):
   with raises(DataError):
     open_data(name, mixture_or_task_module=CODE)
+
+
+def test_examples_of_a_mixture_are_all_examples_of_each_task():
+  lengths = {'targets': 64}
+  config = batches.DatasetConfig(
+    'mixed_one_split', lengths, 'train', 2, mixture_or_task_module='tests.mixed_tasks'
+  )
+  for split, tasks in (('train', {'mixed_a': 300, 'mixed_t': 40}), ('validation', {'mixed_a': 75})):
+    text = seqio_batches.prompt_text(
+      dataclasses.replace(config, split=split),
+      feature_converter='lm',
+      model_vocab_size=384,
+      has_inputs=False,
+    )
+    found = list(text.examples())
+    assert [prompt.where for prompt in found] == [
+      f'{name}, split {split}, example {i}' for name, number in tasks.items() for i in range(number)
+    ]

@@ -132,18 +132,14 @@ class TaskText:
     return self._text(self.targets).decode(list(ids))
 
   def examples(self) -> Iterator[Prompt]:
-    """Yields the examples of the split, one epoch in order."""
+    """Yields the examples of the split in order; of a mixture, all of each task."""
     if self.task is None:
       raise DataError(
         'There is no task to read examples from: no gin file names one.',
         fix='Give prompts: --prompts=FILE, or - for standard input.',
       )
-    config, task = self.config, self.task
-    task_lookup.check_split(task, config)
-    task_lookup.check_not_empty(task, config)
-    name = f'{config.mixture_or_task_name}, split {config.split}'
-    for number, example in enumerate(task_lookup.numpy_examples(task, config)):
-      yield self._prompt(example, f'{name}, example {number}')
+    for where, example in _examples(self.task, self.config):
+      yield self._prompt(example, where)
 
   def records(self, files: str) -> Iterator[Prompt]:
     """Yields the prompts of 'tfrecord:PATTERN#inputs=FEATURE,targets=FEATURE'.
@@ -182,6 +178,22 @@ class TaskText:
       inputs,
       targets,
     )
+
+
+def _examples(
+  task: task_lookup.TaskOrMixture, config: DatasetConfig
+) -> Iterator[tuple[str, task_lookup.Example]]:
+  """Yields 'TASK, split SPLIT, example 0' and the example, in order; of a mixture, task by task.
+
+  One pass over a mixture itself would end where the first task ends.
+  """
+  task_lookup.check_split(task, config)
+  task_lookup.check_not_empty(task, config)
+  for part in seqio.get_subtasks(task):
+    name = config.mixture_or_task_name if part is task else task_lookup.own_name(part.name)
+    if config.split in part.splits:
+      for number, example in enumerate(task_lookup.numpy_examples(part, config)):
+        yield f'{name}, split {config.split}, example {number}', example
 
 
 def feature_text(task: seqio.Task, example: JsonObject, feature: str, ids: Sequence[int]) -> str:
@@ -307,26 +319,23 @@ class ClassText:
   def examples(self) -> Iterator[Prompt]:
     """Yields the task's split in order, with the class name as `targets`."""
     task = task_lookup.lookup(self.config)
-    task_lookup.check_split(task, self.config)
-    task_lookup.check_not_empty(task, self.config)
     if 'segments' in task.output_features:
       raise DataError(
         f'{self.config.mixture_or_task_name!r} has sets of texts, and `infer` takes single texts.',
         fix='Give them with --prompts=FILE, one text per line.',
       )
     names = task_lookup.class_names(task)
-    where = f'{self.config.mixture_or_task_name}, split {self.config.split}'
-    for number, example in enumerate(task_lookup.numpy_examples(task, self.config)):
+    for where, example in _examples(task, self.config):
       tokens = tuple(int(i) for i in example['inputs'])
       if self.of_words:
         text = example['words'].decode()
         tags = ' '.join(names[i - 1] if names else str(i - 1) for i in example[TAGS] if i)
-        yield Prompt(f'{where}, example {number}', text, tags, tokens)
+        yield Prompt(where, text, tags, tokens)
         continue
       special = {self.end_id, start_id(self.inputs.vocabulary)}
       text = self.inputs.vocabulary.decode([i for i in tokens if i not in special])
       yield Prompt(
-        f'{where}, example {number}',
+        where,
         text,
         _spelled(example, names),
         tokens,
