@@ -82,6 +82,15 @@ def test_new_data_keeps_optimizer_and_step_and_starts_the_data_again(tmp_path, b
   assert origin(project, 4)['mode'] == 'new_data'
 
 
+def test_a_checkpoint_with_all_steps_of_the_run_is_refused(tmp_path, base):
+  project = started(tmp_path, base.model_dir, mode='new_data')
+  result = project.run(TRAIN_STEPS=3)
+  assert result.code == 1
+  assert 'checkpoint_4, which is at step 4.' in result.err
+  assert 'train.total_steps is set at --gin.TRAIN_STEPS' in result.err
+  assert not project.model_dir.exists()
+
+
 @pytest.mark.slow
 def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):
   project = started(tmp_path, base.model_dir)

@@ -22,7 +22,7 @@ from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.conversion.to_ours import converted_once
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import import_modules, quiet_imports
-from t5x_gpu.errors import CheckpointError, UserError
+from t5x_gpu.errors import CheckpointError, ConfigError, UserError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.partitioning.array_layout import parameter_table, state_layouts
 from t5x_gpu.run.config import Run
@@ -144,6 +144,7 @@ def plan_run(
   Raises:
     CheckpointError: MODEL_DIR cannot be written or holds another model's checkpoints; or the
       checkpoint to start from is missing.
+    ConfigError: the checkpoint to start from has all steps of the run.
   """
   run, program, model_dir = checked.run, checked.program, checked.model_dir
   saved = newest_complete(model_dir, target=program.abstract_saved)
@@ -165,6 +166,7 @@ def plan_run(
       origin = Origin(text=f'{path} is a T5X checkpoint, which fits; the run would convert it.')
     else:
       origin = choose_origin(start, program, saved=saved)
+    _check_steps_left(origin, run.total_steps)
     start_from = saved or origin.saved
     if distributed.is_main_process():
       start_step = start_from.step if start_from else 0
@@ -183,6 +185,19 @@ def plan_run(
     opened, texts = _datasets(run)
     import_modules(*opened, texts=texts)
   return plan
+
+
+def _check_steps_left(origin: Origin, total_steps: int) -> None:
+  """Raises ConfigError if another run's checkpoint, whose steps count, has all of them."""
+  if origin.saved is not None and origin.saved.step >= total_steps:
+    step = origin.saved.step
+    raise ConfigError(
+      f'TRAIN_STEPS = {total_steps} leaves nothing to train: the run starts from {origin.path}, '
+      f'which is at step {step}.',
+      fix=f"TRAIN_STEPS counts the checkpoint's steps: set it to {step} + the steps to train.",
+      parameters=('train.total_steps', 'RestoreConfig.path'),
+      docs='finetune.md#what-a-run-starts-from',
+    )
 
 
 def modules_to_share(run: Run) -> list[str]:
