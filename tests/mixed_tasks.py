@@ -12,14 +12,14 @@ def _rows(letter, number, split, shuffle_files=False, seed=None):
   return tf.data.Dataset.from_tensor_slices({'targets': tf.constant(texts, tf.string)})
 
 
-def _add(letter, number, splits=('train', 'validation')):
+def _add(letter, number, splits=('train', 'validation'), cache=()):
   name = f'mixed_{letter}'
   feature = seqio.Feature(vocabulary=seqio.ByteVocabulary(), add_eos=True)
   seqio.TaskRegistry.add(
     name,
     output_features={'targets': feature},
     source=seqio.FunctionDataSource(functools.partial(_rows, letter, number), splits=splits),
-    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+    preprocessors=[seqio.preprocessors.tokenize, *cache, seqio.preprocessors.append_eos],
   )
   return name
 
@@ -29,6 +29,7 @@ _add('b', 80)
 _add('c', 20)
 _add('t', 40, splits=('train',))
 _add('none', 0)
+_add('cached', 40, cache=[seqio.CacheDatasetPlaceholder()])
 RATES = {'mixed_a': 6.0, 'mixed_b': 3.0, 'mixed_c': 1.0}
 seqio.MixtureRegistry.add('mixed', list(RATES.items()))
 seqio.MixtureRegistry.add('mixed_one_split', [('mixed_a', 1.0), ('mixed_t', 1.0)])

@@ -321,6 +321,14 @@ def test_python_code_that_gives_other_rows_each_time_is_refused_before_a_step(op
     open_data(name, mixture_or_task_module=CODE)
 
 
+def test_a_task_without_its_cache_names_the_setting(open_data):
+  module = 'tests.mixed_tasks'
+  with raises(DataError) as e:
+    open_data('mixed_cached', mixture_or_task_module=module, use_cached=True)
+  assert e.value.parameters == ('DatasetConfig.use_cached',)
+  assert next(open_data('mixed_a', mixture_or_task_module=module, use_cached=True).iterator)
+
+
 def test_examples_of_a_mixture_are_all_examples_of_each_task():
   lengths = {'targets': 64}
   config = batches.DatasetConfig(

@@ -254,7 +254,9 @@ def _registered(name: str) -> TaskOrMixture:
 
 
 def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
-  """Raises DataError unless `task` has the split, and its TensorFlow datasets are prepared."""
+  """Raises DataError unless `task` has the split, its cache, and prepared TensorFlow datasets."""
+  if config.use_cached:
+    _check_cached(task)
   try:
     prepare_tfds.check_prepared(task, config)
   except DataError as e:
@@ -273,6 +275,22 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
       + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
       fix='Set DatasetConfig.split to one of these.',
       parameters=('DatasetConfig.split',),
+    )
+
+
+def _check_cached(task: TaskOrMixture) -> None:
+  """Raises DataError if a task that reads SeqIO's cache has none."""
+  parts = [part for part in seqio.get_subtasks(task) if part.supports_caching]
+  missing = [own_name(part.name) for part in parts if not part.cache_dir]
+  if missing:
+    folders = ', '.join(map(repr, seqio.utils.get_global_cache_dirs()))
+    raise DataError(
+      f'use_cached = True, but SeqIO has no cache of {", ".join(map(repr, missing))}; its cache '
+      f'folders: {folders or "none"}.',
+      fix='Set USE_CACHED_TASKS = False (DatasetConfig.use_cached) to read the source itself, or '
+      'call seqio.add_global_cache_dirs in the module of the task.',
+      parameters=('DatasetConfig.use_cached',),
+      docs='from_t5x.md#data',
     )
 
 
