@@ -412,8 +412,13 @@ def _restore(t: Translator, value: Any) -> Any:
 
 
 def _restored_path(t: Translator, value: Any) -> Any:
+  if isinstance(value, (list, tuple)) and len(value) == 1:
+    [value] = value
   if value and not isinstance(value, str):
-    raise Refused('Only one checkpoint can be named.')
+    raise Refused(
+      'Only one checkpoint can be named. For several of a run, name its folder: '
+      'python -m t5x_gpu.eval --steps=1000,2000.'
+    )
   return value or NOT_WRITTEN
 
 

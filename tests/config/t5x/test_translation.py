@@ -338,6 +338,7 @@ SCHEDULED = (
       ['transformations = [@optax.adamw]', 'b2 = 0.9', 'base_learning_rate = 0.5'],
       [],
     ),
+    ("utils.RestoreCheckpointConfig.path = ['a']\n", ["path = 'a'"], []),
     (
       'train_script.train.eval_period = 0\n',
       ['train_eval_dataset_cfg = None', 'infer_eval_dataset_cfg = None'],
@@ -376,6 +377,7 @@ def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
     ),
     ('train_script.train.inference_evaluator_cls = @optax.lion\n', 'inference_evaluator_cls'),
     ('train_script.train.train_eval_get_dataset_fn = @optax.lion\n', 'get_dataset_fn'),
+    ("utils.RestoreCheckpointConfig.path = ['a', 'b']\n", '--steps=1000,2000'),
     ('utils.RestoreCheckpointConfig.strict = False\n', 'strict'),
     ('utils.RestoreCheckpointConfig.fallback_to_scratch = True\n', "mode = 'partial'"),
     (
