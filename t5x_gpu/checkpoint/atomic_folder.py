@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from typing import IO, Optional
 
-from t5x_gpu.checkpoint.model_dir import commit_remote
+from t5x_gpu.checkpoint.model_dir import commit_remote, new_folders_removed
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.storage.files import (
   free_bytes,
@@ -40,9 +40,11 @@ def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib
     CheckpointError: see `Journal`.
   """
   target = pathlib.Path(target).absolute()
-  made = [f for f in (target.parent, *target.parent.parents) if not f.exists()]
   try:
-    with Journal(target, work=None, num_bytes=num_bytes) as journal:
+    with (
+      new_folders_removed(target.parent),
+      Journal(target, work=None, num_bytes=num_bytes) as journal,
+    ):
       try:
         yield journal.folder
         journal.finish()
@@ -54,10 +56,6 @@ def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib
       'removed.',
       fix='Name a folder with free space with --to.',
     ) from e
-  finally:
-    for folder in made:
-      with contextlib.suppress(OSError):  # not empty: it has the target
-        folder.rmdir()
 
 
 class Journal(contextlib.AbstractContextManager):

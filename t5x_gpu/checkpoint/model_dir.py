@@ -18,7 +18,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Optional
 
 import jax
@@ -185,7 +185,7 @@ class ModelDir(contextlib.AbstractContextManager):
       check_writable(self.path)
       self._lock = RunLock(self.path, wait=wait)
     except CheckpointError:
-      self._remove_made()
+      _remove_empty(self._made)
       raise
 
   def _check_unchanged(self) -> None:
@@ -213,14 +213,8 @@ class ModelDir(contextlib.AbstractContextManager):
     if self._lock is not None:
       self._lock.release()
       self._lock = None
-      self._remove_made()
+      _remove_empty(self._made)
     self.is_locked = False
-
-  def _remove_made(self) -> None:
-    for folder in self._made:
-      with contextlib.suppress(OSError):  # the folder is in use
-        folder.rmdir()
-    self._made = []
 
   def __exit__(self, *error: object) -> None:
     self.release()
@@ -270,14 +264,9 @@ def newest_complete(
 
 def _check_may_write(folder: AnyPath) -> None:
   """Raises CheckpointError unless this run could lock `folder`; removes folders that it creates."""
-  made = missing_folders(folder)
-  try:
+  with new_folders_removed(folder):
     check_writable(folder)
     check_lock(folder, wait=True)
-  finally:
-    for new in made:
-      with contextlib.suppress(OSError):  # not created, or another process has written to it
-        new.rmdir()
 
 
 def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointError:
@@ -342,6 +331,22 @@ def missing_folders(folder: AnyPath) -> list[pathlib.Path]:
     return [f for f in (folder, *folder.parents) if not f.exists()]
   except OSError as e:
     raise access_error(e) from e
+
+
+@contextlib.contextmanager
+def new_folders_removed(folder: AnyPath) -> Iterator[None]:
+  """Context that at its end removes the folders that were missing, unless they are in use."""
+  missing = missing_folders(folder)
+  try:
+    yield
+  finally:
+    _remove_empty(missing)
+
+
+def _remove_empty(folders: Iterable[pathlib.Path]) -> None:
+  for folder in folders:
+    with contextlib.suppress(OSError):  # not created, or in use
+      folder.rmdir()
 
 
 def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
@@ -786,18 +791,12 @@ def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = 
 @contextlib.contextmanager
 def _marked(folder: AnyPath, *, dry_run: bool) -> Iterator[str]:
   """As `shared_folder.marked`; creates the folder, and removes it again after a dry run."""
-  made = []
-  try:
-    if distributed.is_main_process():
-      if dry_run and not isinstance(folder, RemotePath):
-        made = [f for f in (folder, *folder.parents) if not f.exists()]
+  is_main = distributed.is_main_process()
+  with new_folders_removed(folder) if is_main and dry_run else contextlib.nullcontext():
+    if is_main:
       check_writable(folder)
     with shared_folder.marked(folder) as name:
       yield name
-  finally:
-    for new in made:
-      with contextlib.suppress(OSError):  # another process has written to the folder
-        new.rmdir()
 
 
 def _not_shared(blind: list[int], paths: list[str]) -> CheckpointError:
