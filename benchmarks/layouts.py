@@ -219,7 +219,7 @@ def ready_batches(config: StepConfig, program: Program) -> list[Any]:
 
 def measure(names: Sequence[str], *, rounds: int, steps: int) -> list[dict[str, Any]]:
   """Returns a row per layout; their steps take turns, so that a slow minute hits all of them."""
-  devices = simulated_devices(NUM_DEVICES, environ=os.environ)
+  devices = simulated_devices(NUM_DEVICES)
   layouts = {}
   for name in names:
     layouts[name] = Layout(SETTINGS[name], devices)

@@ -96,7 +96,7 @@ def main() -> None:
   parser.add_argument('--rounds', type=int, default=7)
   parser.add_argument('--local', default='/dev/shm', help='memory or a disk of this host')
   args = parser.parse_args()
-  simulated_devices(8, environ=os.environ)
+  simulated_devices(8)
   load = os.getloadavg()[0]
   results = {
     name: measure(*case, rounds=args.rounds, local=args.local) for name, case in CASES.items()

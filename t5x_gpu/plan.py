@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import Any, Optional
 
 from t5x_gpu import cli
@@ -335,10 +334,9 @@ def _print_found(
   print(f'\n{args.extra.search or "As a gin file (--search=FILE writes it)"}:\n\n{text}', end='')
 
 
-def _configured(args: cli.Args, more: Sequence[str] = ()) -> tuple[PlanConfig, Assumptions]:
-  """Returns the run and the plan's assumptions as configured by gin; `more` are extra bindings."""
-  files, bindings = (ASSUMPTIONS, *args.gin_files), (*args.bindings, *more)
-  loaded = dataclasses.replace(args, gin_files=files, bindings=bindings).load(
+def _configured(args: cli.Args) -> tuple[PlanConfig, Assumptions]:
+  """Returns the run and the plan's assumptions as configured by gin."""
+  loaded = dataclasses.replace(args, gin_files=(ASSUMPTIONS, *args.gin_files)).load(
     entry=(gin_loader.ENTRY, ASSUMPTIONS_ENTRY), placeholders=UNREAD
   )
   config = gin_loader.configured(loaded, PlanConfig)

@@ -111,10 +111,9 @@ def tree_problems(
   wanted_by: str,
   had_by: str,
   unused: Collection[str] = (),
-  limit: int = 8,
 ) -> list[str]:
   """Returns a line per tensor that is missing (with the closest names), left over or has another
-  shape, at most `limit` lines of each kind; [] if nothing differs.
+  shape, at most 8 lines of each kind; [] if nothing differs.
 
   A reference model (models/dpo.py) may be left over.
 
@@ -122,7 +121,6 @@ def tree_problems(
     want, have: name -> shape.
     wanted_by, had_by: who wants and has them, for the text.
     unused: further names that may be meant by a missing one.
-    limit: lines of each kind.
   """
   over = sorted(n for n in have.keys() - want.keys() if not is_reference(n))
   meant = [*over, *unused]
@@ -136,7 +134,7 @@ def tree_problems(
     for n in sorted(want.keys() & have.keys())
     if tuple(want[n]) != tuple(have[n])
   ]
-  return [line for kind in (changed, missing, left_over) for line in listed(kind, limit)]
+  return [line for kind in (changed, missing, left_over) for line in listed(kind, 8)]
 
 
 class ParamsWriter(contextlib.AbstractContextManager):

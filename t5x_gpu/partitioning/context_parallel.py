@@ -123,14 +123,13 @@ def num_before(position: jax.Array, local: jax.Array) -> jax.Array:
   return first + second
 
 
-def local_positions(length: int, *, axis: str = 'context') -> jax.Array:
-  """Returns int32 [length / ways], positions of this device's tokens; call where `axis` is manual.
+def local_positions(length: int) -> jax.Array:
+  """Returns int32 [length / ways], positions of this device's tokens, where 'context' is manual.
 
   Args:
     length: tokens of the whole sequence, in `length_order`.
-    axis: mesh axis that splits it.
   """
-  ways, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  ways, device = jax.lax.axis_size('context'), jax.lax.axis_index('context')
   chunk = length // (2 * ways)
   starts = chunk * jnp.stack([device, 2 * ways - 1 - device])
   return (starts[:, None] + jnp.arange(chunk)[None, :]).reshape(-1).astype(jnp.int32)

@@ -63,14 +63,14 @@ def scale_of(
   return Scale(bottom if bottom == low else bottom - space, top + space)
 
 
-def ticks(scale: Scale, *, most: int = 6, whole: bool = False) -> list[float]:
+def ticks(scale: Scale, *, whole: bool = False) -> list[float]:
   """Returns round numbers on an axis: 1, 2 or 5 times powers of ten.
 
   Args:
     scale: the axis.
-    most: maximum number of ticks.
     whole: only whole numbers.
   """
+  most = 6
   if scale.is_log:
     decades = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):

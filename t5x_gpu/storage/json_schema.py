@@ -176,14 +176,14 @@ def read_json(path: Any, schema: Any = object) -> Any:
   return parse_json(read_bytes(path), schema)
 
 
-def read_bytes(path: Any, *, most_bytes: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Any) -> bytes:
   """Returns the content of a small file; errors as for `read_json`."""
   if not isinstance(path, (str, os.PathLike)):  # an object in storage
     return path.read_bytes()
   with open_regular(path) as f:
     size = os.fstat(f.fileno()).st_size
-    if size > most_bytes:
-      raise ValueError(f'it has {size:,} bytes, and {most_bytes:,} is the limit')
+    if size > MOST_BYTES:
+      raise ValueError(f'it has {size:,} bytes, and {MOST_BYTES:,} is the limit')
     return f.read()
 
 

@@ -62,13 +62,11 @@ def fused_rules(ours: Sequence[tuple[str, str]], theirs: str) -> list[Rule]:
   ]
 
 
-def linear_rules(
-  ours: str, theirs: str, axes: str, *, bias: bool, stack: str = 'layers'
-) -> list[Rule]:
+def linear_rules(ours: str, theirs: str, axes: str, *, bias: bool) -> list[Rule]:
   """Returns the rules for a kernel 'out in -> in out' and its bias."""
-  rules = [Rule(f'{ours}/kernel', f'{theirs}.weight', axes, stack=stack)]
+  rules = [Rule(f'{ours}/kernel', f'{theirs}.weight', axes)]
   if bias:
-    rules.append(Rule(f'{ours}/bias', f'{theirs}.bias', axes.split()[-1], stack=stack))
+    rules.append(Rule(f'{ours}/bias', f'{theirs}.bias', axes.split()[-1]))
   return rules
 
 

@@ -13,15 +13,14 @@ import time
 
 from t5x_gpu.terminal.flag_types import MIB
 
-DISK_BYTES = 256 * MIB
+_FILE_BYTES = 256 * MIB  # written and read
 
 
-def measure_disk(folder: str, *, num_bytes: int = DISK_BYTES) -> dict[str, float]:
+def measure_disk(folder: str) -> dict[str, float]:
   """Returns write and read bytes/s, seconds per small fsync, and free bytes of a folder's disk.
 
   Args:
     folder: if it does not exist, the closest existing folder above it is measured.
-    num_bytes: size of the temporary file to write and read.
   Raises:
     OSError: the folder cannot be written to.
   """
@@ -31,7 +30,7 @@ def measure_disk(folder: str, *, num_bytes: int = DISK_BYTES) -> dict[str, float
   block = os.urandom(8 * MIB)
   stat = os.statvfs(folder)
   free = stat.f_bavail * stat.f_frsize
-  num_blocks = max(1, min(num_bytes, free // 4) // len(block))
+  num_blocks = max(1, min(_FILE_BYTES, free // 4) // len(block))
   with tempfile.NamedTemporaryFile(dir=folder, prefix='.t5x_gpu_doctor_') as file:
     begin = time.monotonic()
     for _ in range(num_blocks):

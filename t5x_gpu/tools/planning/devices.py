@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import MutableMapping
 from typing import Optional
 
 import jax
@@ -73,14 +72,11 @@ def _by_hosts(flag: str, num_devices: int, num_hosts: int) -> Topology:
   return Topology(num_hosts, num_devices // num_hosts, reason=reason)
 
 
-def simulated_devices(
-  number: int, *, environ: MutableMapping[str, str] = os.environ
-) -> list[Device]:
+def simulated_devices(number: int) -> list[Device]:
   """Returns simulated CPU devices; call it before JAX starts a backend.
 
-  Args:
-    number: number of devices.
-    environ: os.environ; its XLA_FLAGS are changed until the backend has started.
+  Until the backend has started, XLA_FLAGS has their number.
+
   Raises:
     ConfigError: more than MOST_GPUS, or more devices than JAX has already started with.
   """
@@ -90,19 +86,19 @@ def simulated_devices(
       fix=f'Give a number of at most {MOST_GPUS} to --gpus.',
       docs='plan.md#flags',
     )
-  before = environ.get('XLA_FLAGS')
+  before = os.environ.get('XLA_FLAGS')
   flags = re.sub(rf'{_COUNT_FLAG}=\S*', '', before or '')
   asked = re.findall(rf'{_COUNT_FLAG}=(\d+)', before or '')
   count = max(number, *map(int, asked)) if asked else number
-  environ['XLA_FLAGS'] = f'{flags} {_COUNT_FLAG}={count}'.strip()
+  os.environ['XLA_FLAGS'] = f'{flags} {_COUNT_FLAG}={count}'.strip()
   jax.config.update('jax_platforms', 'cpu')
   try:
     devices = jax.devices()
   finally:
     if before is None:
-      del environ['XLA_FLAGS']
+      del os.environ['XLA_FLAGS']
     else:
-      environ['XLA_FLAGS'] = before
+      os.environ['XLA_FLAGS'] = before
   if len(devices) < number:
     raise ConfigError(
       f'{number} GPUs: JAX has already started with {len(devices)} devices.',

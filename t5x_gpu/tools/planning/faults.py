@@ -411,20 +411,18 @@ def as_json(costs: CostsOfFaults) -> JsonObject:
   }
 
 
-def replay(
-  machines: Machines, *, spares: int, num_faults: int, seed: int = 0
-) -> tuple[list[Stretch], float]:
+def replay(machines: Machines, *, spares: int, num_faults: int) -> tuple[list[Stretch], float]:
   """Returns the stretches of a run with faults, and its length in seconds."""
-  run = _Replay(machines, spares, seed)
+  run = _Replay(machines, spares)
   return run.until(num_faults), run.now
 
 
 class _Replay:
   """Agents, their links, and a clock that jumps from event to event."""
 
-  def __init__(self, machines: Machines, spares: int, seed: int):
+  def __init__(self, machines: Machines, spares: int):
     self._machines, self._spares = machines, spares
-    self._random = random.Random(seed)
+    self._random = random.Random(0)
     self.now = 0.0
     self._events: list[tuple[float, int, Callable[[], None]]] = []
     self._count = 0

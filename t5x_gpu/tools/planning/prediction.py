@@ -368,20 +368,12 @@ class Planner:
     program = dataclasses.replace(self, devices=list(enough)).program(config, topology)
     return predict(program, config, gpu=self.gpu, assumed=self.assumed)
 
-  def exactly(self, config: PlanConfig, topology: Topology, *, what: str = '') -> Prediction:
-    """Returns a prediction from the compiled step, and shows that it compiles.
-
-    Args:
-      config, topology: the run.
-      what: words for the progress line, after 'compiling'.
-    Raises:
-      MeshError, ConfigError, ShapeError, ModelError: as `program`.
-    """
-    number, step = topology.num_devices, what or 'the step'
-    doing_what = f'splitting {step} over {number} simulated devices'
+  def exactly(self, config: PlanConfig, topology: Topology) -> Prediction:
+    """Returns a prediction from the compiled step, with progress; errors as `program`."""
+    what = f'splitting the step over {topology.num_devices} simulated devices'
     if self.compiles:
-      doing_what = f'compiling {step} for {number} x {self.gpu.device_kind}'
-    with doing(doing_what):
+      what = f'compiling the step for {topology.num_devices} x {self.gpu.device_kind}'
+    with doing(what):
       return self.silently(config, topology)
 
   @silent()

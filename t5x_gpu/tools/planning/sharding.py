@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Optional
 
 import numpy as np
 
@@ -207,16 +206,9 @@ class ShardingPlan:
 
 
 @silent()  # would print kernel choices for simulated devices
-def make_plan(program: Program, hlo: Optional[str] = None) -> ShardingPlan:
-  """Returns the plan of a program; compiles its training step unless `hlo` is given.
-
-  Args:
-    program: program on simulated devices.
-    hlo: `partitioned_hlo` of its training step.
-  """
-  hlo = hlo or partitioned_hlo(
-    program.train_step.lower(program.abstract_state, program.abstract_batch)
-  )
+def make_plan(program: Program) -> ShardingPlan:
+  """Returns the plan of a program on simulated devices; compiles its training step."""
+  hlo = partitioned_hlo(program.train_step.lower(program.abstract_state, program.abstract_batch))
   collectives = inventory(hlo, program.layout.mesh.shape)
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
   return ShardingPlan(

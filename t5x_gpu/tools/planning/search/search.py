@@ -286,7 +286,7 @@ def search_text(found: SearchState, gpus: str) -> str:
   return '\n'.join(lines)
 
 
-def ranked(found: SearchState, dtype: Optional[str], number: int = _ROWS) -> list[Score]:
+def ranked(found: SearchState, dtype: Optional[str]) -> list[Score]:
   """Returns the best variant, then the fastest others that fit, compiled ones first."""
   fitting = [s for s in found.scores if s.variant.dtype == dtype and found.fits(s)]
   best = found.best(dtype)
@@ -298,7 +298,7 @@ def ranked(found: SearchState, dtype: Optional[str], number: int = _ROWS) -> lis
       found.estimate(s),
       found.needed_bytes(s),
     ),
-  )[:number]
+  )[:_ROWS]
 
 
 _HEAD = ('layout', 'microbatches', 'remat_policy', 'loss_chunks', 's/step', 'per GPU', 'predicted')
