@@ -185,11 +185,8 @@ def _opened(args: cli.Args) -> _Data:
     config = evaluated
   elif args.extra.split:
     config = dataclasses.replace(config, split=args.extra.split)
-  spec = model.batch_spec(
-    config.task_feature_lengths, batch_size=config.batch_size, pack=config.pack
-  )
   converter = model.feature_converter(config.task_feature_lengths)
-  return _Data(config, spec, converter, trains, model_dir)
+  return _Data(config, data_module.spec_for(model, config), converter, trains, model_dir)
 
 
 def _rows(batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarray]]:

@@ -65,12 +65,7 @@ def losses(folder):
 def test_the_loss_is_that_of_a_mask_made_by_hand(folder):
   found = gin_loader.load(['chat.gin'], bindings=[a.removeprefix('--gin.') for a in ARGV[1:]])
   model, config = (found.arguments()[name] for name in ('model', 'train_dataset_cfg'))
-  spec = model.batch_spec(
-    config.task_feature_lengths, batch_size=config.batch_size, pack=config.pack
-  )
-  with contextlib.closing(
-    data_module.open_batches(config, spec=spec, feature_converter='lm')
-  ) as batches:
+  with contextlib.closing(data_module.batches_for(model, config, repeat=True)) as batches:
     batch = next(batches)
   vocabulary = HuggingFaceVocabulary(folder / 'hf')
   by_hand = {}

@@ -42,11 +42,16 @@ class HasBatches(Protocol):
   ) -> BatchSpec: ...
 
 
-def batches_for(model: HasBatches, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
-  """Returns the batches of `dataset` for `model`; errors as for `open_batches`."""
-  spec = model.batch_spec(
+def spec_for(model: HasBatches, dataset: DatasetConfig) -> BatchSpec:
+  """Returns the features of the batches of `dataset` for `model`."""
+  return model.batch_spec(
     dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
   )
+
+
+def batches_for(model: HasBatches, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
+  """Returns the batches of `dataset` for `model`; errors as for `open_batches`."""
+  spec = spec_for(model, dataset)
   batches = open_batches(
     dataset,
     spec=spec,

@@ -28,7 +28,7 @@ from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpo
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.compiled.kernels import fp8_lines
 from t5x_gpu.data.batches import Batch, batch_hash, optional_method
-from t5x_gpu.data.data_module import Vocabulary
+from t5x_gpu.data.data_module import Vocabulary, spec_for
 from t5x_gpu.errors import ConfigError, DataError, TrainingError, first_line, listed, task_error
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
@@ -727,9 +727,7 @@ def precompile(plan: PlannedRun, *, xla: Optional[flags.Applied]) -> str:
   precision = fp8_lines(step, plan.run.model, program.layout.mesh)
   dataset = plan.run.train_eval_dataset_cfg
   if dataset is not None:
-    spec = plan.run.model.batch_spec(
-      dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
-    )
+    spec = spec_for(plan.run.model, dataset)
     batch = program.abstract_of(spec.with_rows(program.layout.filled_rows(spec.batch_size)))
     compiled('evaluation', program.eval_step.lower(program.abstract_state.params, batch))
   lines = ['Compiled, without training:', *done, memory.line(), programs.cache_line(), *precision]

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.data_module import spec_for
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.model import (
@@ -211,7 +212,7 @@ def build_program(
   check_model(model)
   check_optimizer(config.optimizer)
   check_devices(fp8_scaling_of(model), devices)
-  spec = _spec(model, dataset)
+  spec = spec_for(model, dataset)
   check_microbatches(dataset.batch_size, config.num_microbatches)
   check_normalizer(config, spec)
   layout = _lay_out(config, spec, topology, devices)
@@ -340,18 +341,12 @@ def host_counts(program: Program) -> tuple[int, ...]:
 
 def initial_params(config: StepConfig) -> Shapes:
   """Returns the shapes and axes of a run's parameters, which no layout changes."""
-  spec = _spec(config.model, config.train_dataset_cfg)
+  spec = spec_for(config.model, config.train_dataset_cfg)
   return jax.eval_shape(functools.partial(_init_boxed, config, spec))
 
 
 def _init_boxed(config: StepConfig, spec: BatchSpec) -> Params:
   return config.model.init(jax.random.key(config.random_seed), spec)
-
-
-def _spec(model: Model, dataset: DatasetConfig) -> BatchSpec:
-  return model.batch_spec(
-    dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
-  )
 
 
 def _filled(spec: BatchSpec, layout: Layout, config: StepConfig) -> BatchSpec:
