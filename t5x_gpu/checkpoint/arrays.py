@@ -19,31 +19,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.manifest import Manifest
-from t5x_gpu.partitioning.trees import Array, Shape, Tree
+from t5x_gpu.partitioning.trees import Array, Shape, Tree, by_name
 from t5x_gpu.storage.json_schema import Json
 
 _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20  # chunk size in a run's checkpoints; readers hold a few chunks in memory
 _MUCH_SMALLER = 16
-
-
-def by_name(tree: Tree) -> dict[str, Array]:
-  """Returns the leaves of `tree` by their '/'-joined paths."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): x for path, x in flat}
-
-
-def as_tree(arrays: Mapping[str, Array]) -> dict[str, Tree]:
-  """Returns nested dictionaries from '/'-joined paths, the inverse of `by_name`."""
-  tree: dict[str, Tree] = {}
-  for name, x in arrays.items():
-    *outer, last = name.split('/')
-    node = tree
-    for key in outer:
-      node = node.setdefault(key, {})
-    node[last] = x
-  return tree
 
 
 def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, ...]]:

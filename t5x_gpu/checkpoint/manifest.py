@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.errors import did_you_mean, listed
-from t5x_gpu.partitioning.trees import Tree
+from t5x_gpu.partitioning.trees import Tree, by_name
 from t5x_gpu.runtime import machine
 from t5x_gpu.storage.json_schema import Also, Fields, Json, ListOf, MapOf, Text, Whole, schema_of
 
@@ -169,11 +169,7 @@ ARRAY_METADATA = {'.zarray': ZARRAY, 'zarr.json': dict}
 
 def describe_arrays(tree: Tree) -> dict[str, ArrayFacts]:
   """Returns 'params/decoder_norm/scale' -> [shape, dtype] of every array in `tree`."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): [list(x.shape), str(x.dtype)]
-    for path, x in flat
-  }
+  return {name: [list(x.shape), str(x.dtype)] for name, x in by_name(tree).items()}
 
 
 def make_manifest(

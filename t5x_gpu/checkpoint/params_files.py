@@ -14,7 +14,7 @@ from typing import Optional
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import HostSums, as_tree, by_name, check_restored, checksums_entry
+from t5x_gpu.checkpoint.arrays import HostSums, check_restored, checksums_entry
 from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, describe_arrays, make_manifest
 from t5x_gpu.checkpoint.store import (
   BLOSC,
@@ -27,7 +27,7 @@ from t5x_gpu.checkpoint.store import (
 )
 from t5x_gpu.errors import CheckpointError, did_you_mean, listed
 from t5x_gpu.partitioning.layer_stacks import is_reference
-from t5x_gpu.partitioning.trees import Tree
+from t5x_gpu.partitioning.trees import Tree, as_tree, by_name
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath
 
@@ -164,9 +164,10 @@ class ParamsWriter(contextlib.AbstractContextManager):
     opt_chunks: Mapping[str, tuple[int, ...]] = {},
   ):
     self._about = dict(about)
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     self._tree = {
       'step': jax.ShapeDtypeStruct((), np.int32),
-      'params': as_tree({n: jax.ShapeDtypeStruct(s, np.float32) for n, s in shapes.items()}),
+      'params': as_tree(params),
       **({} if opt_state is None else {'opt_state': opt_state}),
     }
     arrays = {

@@ -16,14 +16,14 @@ from typing import Optional, Union
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import boxes, by_name, chunk_of_shard, piece_shape
+from t5x_gpu.checkpoint.arrays import boxes, chunk_of_shard, piece_shape
 from t5x_gpu.checkpoint.checkpointer import BaseCheckpointer, Checkpointer
 from t5x_gpu.checkpoint.manifest import Manifest
 from t5x_gpu.checkpoint.model_dir import ModelDir, as_model_dir, begin_remote, commit_remote
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.store import ZSTD, StateWriter, empty_leaves
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.partitioning.trees import Shape, Tree
+from t5x_gpu.partitioning.trees import Shape, Tree, by_name
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.storage.json_schema import Json

@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.arrays import HostSums, boxes, by_name, checksums_in, piece_shape
+from t5x_gpu.checkpoint.arrays import HostSums, boxes, checksums_in, piece_shape
 from t5x_gpu.checkpoint.manifest import Manifest, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
@@ -37,7 +37,7 @@ from t5x_gpu.checkpoint.model_dir import (
   is_link,
 )
 from t5x_gpu.errors import AccessError, CheckpointError
-from t5x_gpu.partitioning.trees import Shape, Tree
+from t5x_gpu.partitioning.trees import Shape, Tree, by_name
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import (
   AnyPath,

@@ -8,7 +8,7 @@ from typing import Optional, Union
 
 import jax
 
-from t5x_gpu.partitioning.trees import ParamNames, Tree
+from t5x_gpu.partitioning.trees import ParamNames, Tree, by_name
 from t5x_gpu.terminal.console import mib, table
 
 
@@ -81,9 +81,8 @@ def array_layouts(
     parameters: names of parameters, to find the owners of optimizer state.
   """
   found = []
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  for (path, array), axis_names in zip(flat, jax.tree.leaves(names), strict=True):
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
+  arrays = by_name(tree).items()
+  for (name, array), axis_names in zip(arrays, jax.tree.leaves(names), strict=True):
     sizes = array.sharding.mesh.shape
     split = tuple(tuple(a for a in _axes(entry) if sizes[a] > 1) for entry in array.sharding.spec)
     split += ((),) * (len(array.shape) - len(split))

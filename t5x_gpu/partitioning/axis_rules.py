@@ -22,7 +22,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import MeshError, ShapeError, did_you_mean
-from t5x_gpu.partitioning.trees import ParamNames, Params, Tree, TreeFn
+from t5x_gpu.partitioning.trees import ParamNames, Params, Tree, TreeFn, by_name
 
 # The one vocabulary for shapes in docstrings, parameters and rules.
 AXES: dict[str, str] = {
@@ -354,12 +354,8 @@ def split_names(boxed: Params) -> tuple[Params, ParamNames]:
   Raises:
     ShapeError: parameters without axis names; the message lists all of them.
   """
-  flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_named)
-  bare = {
-    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
-    for path, leaf in flat
-    if not is_named(leaf)
-  }
+  leaves = by_name(boxed, is_leaf=is_named)
+  bare = {name: leaf for name, leaf in leaves.items() if not is_named(leaf)}
   if bare:
     listed = ', '.join(f'{path} {list(x.shape)}' for path, x in bare.items())
     name = next(iter(bare)).split('/')[-1]

@@ -24,7 +24,7 @@ from t5x_gpu.partitioning.mesh import mesh_table
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes
 from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from t5x_gpu.partitioning.region import Region
-from t5x_gpu.partitioning.trees import ArrayLike, ParamNames, Path, Shapes, Tree, TreeFn
+from t5x_gpu.partitioning.trees import ArrayLike, ParamNames, Path, Shapes, Tree, TreeFn, name_of
 from t5x_gpu.runtime.topology import Topology
 
 
@@ -173,8 +173,7 @@ class Layout:
   def _sharding(
     self, path: Path, axis_names: AxisNames, shape: Sequence[int], table: Table, mesh: Mesh
   ) -> NamedSharding:
-    what = jax.tree_util.keystr(path, simple=True, separator='/')
-    own = own_table(axis_names, table)
+    own, what = own_table(axis_names, table), name_of(path)
     spec = partition_spec(axis_names.names, shape, table=own, mesh_shape=mesh.shape, what=what)
     return NamedSharding(mesh, spec)
 

@@ -1,10 +1,10 @@
-"""Names of the trees that a step passes on, and of the functions on them.
+"""Names of the trees that a step passes on, of the functions on them, and of their leaves.
 
-JAX cannot type a tree by its leaves, so these names are for readers.
+JAX cannot type a tree by its leaves, so the names of types are for readers.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import jax
 import numpy as np
@@ -36,6 +36,30 @@ Path = Any
 # A function of trees.
 TreeFn = Callable[..., Any]
 
+
+def name_of(path: Path) -> str:
+  """Returns the '/'-joined path of a leaf: 'layers/mlp/wo/kernel'."""
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def by_name(tree: Tree, *, is_leaf: Optional[Callable[[Any], bool]] = None) -> dict[str, Any]:
+  """Returns the leaves of `tree` by their names, see `name_of`; `is_leaf` as in jax.tree.map."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+  return {name_of(path): x for path, x in leaves}
+
+
+def as_tree(leaves: Mapping[str, Any]) -> dict[str, Tree]:
+  """Returns nested dictionaries, the inverse of `by_name`. Unlike flax's, it needs no Flax."""
+  tree: dict[str, Tree] = {}
+  for name, x in leaves.items():
+    *outer, last = name.split('/')
+    node = tree
+    for key in outer:
+      node = node.setdefault(key, {})
+    node[last] = x
+  return tree
+
+
 __all__ = [
   'Array',
   'ArrayLike',
@@ -52,4 +76,7 @@ __all__ = [
   'Specs',
   'Tree',
   'TreeFn',
+  'as_tree',
+  'by_name',
+  'name_of',
 ]

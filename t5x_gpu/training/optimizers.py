@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Optional, Protocol, Union
+from typing import Protocol, Union
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 
 from t5x_gpu.errors import ConfigError, Problem, array_text, did_you_mean, listed
 from t5x_gpu.partitioning.axis_rules import AxisNames
-from t5x_gpu.partitioning.trees import OptState, ParamNames, Params, Path, Tree
+from t5x_gpu.partitioning.trees import OptState, ParamNames, Params, Path, Tree, by_name
 
 MOMENT_DTYPES = ('float32', 'bfloat16')
 
@@ -66,13 +66,13 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def check_state_names(optimizer: Optimizer, names: Tree, state: OptState) -> None:
   """Raises ConfigError if `names`, from `state_names`, is not the tree of `state`, from `init`."""
   of_init, of_names = (
-    _kinds(tree, is_leaf=lambda x: isinstance(x, AxisNames)) for tree in (state, names)
+    by_name(tree, is_leaf=lambda x: isinstance(x, AxisNames)) for tree in (state, names)
   )
-  if of_init.keys() == of_names.keys() and set(of_names.values()) <= {AxisNames}:
+  wrong = sorted(path for path, x in of_names.items() if type(x) is not AxisNames)
+  if of_init.keys() == of_names.keys() and not wrong:
     return
   missing = sorted(of_init.keys() - of_names.keys())
   others = sorted(of_names.keys() - of_init.keys())
-  wrong = sorted(path for path, kind in of_names.items() if kind is not AxisNames)
   found = (('lacks', missing), ('also has', others), ('has no AxisNames at', wrong))
   what = '; it '.join(f'{verb} {", ".join(listed(paths, 3))}' for verb, paths in found if paths)
   raise _wrong(
@@ -92,7 +92,7 @@ def checked_update(
       'End it with: return new_params, new_state',
     )
   for what, old, new in zip(('parameters', 'state'), (params, state), updated):
-    before, after = (_kinds(tree, of=_as_array_text) for tree in (old, new))
+    before, after = (by_name(jax.tree.map(_as_array_text, tree)) for tree in (old, new))
     if before == after:
       continue
     path = sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p))[0]
@@ -107,17 +107,6 @@ def checked_update(
 def _as_array_text(x: object) -> str:
   """Returns `array_text` of `x`; of Python numbers, the text of the arrays of jit."""
   return f'{jnp.result_type(x)}[]' if isinstance(x, (bool, int, float)) else array_text(x)
-
-
-def _kinds(
-  tree: Tree,
-  *,
-  of: Callable[[object], object] = type,
-  is_leaf: Optional[Callable[[object], bool]] = None,
-) -> dict[str, object]:
-  """Returns 'path/of/leaf' -> `of` the leaf."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): of(x) for path, x in leaves}
 
 
 def _wrong(what: str, fix: str) -> ConfigError:

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import by_name
 from t5x_gpu.checkpoint.local.file_format import (
   FILE_NAME,
   TEMPORARY,
@@ -44,7 +43,7 @@ from t5x_gpu.checkpoint.local.replication import (
 from t5x_gpu.checkpoint.manifest import Manifest
 from t5x_gpu.checkpoint.model_dir import ModelDir, is_real_folder
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.partitioning.trees import Shape, Tree
+from t5x_gpu.partitioning.trees import Shape, Tree, by_name
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import interruptions
 from t5x_gpu.runtime.machine import available_memory

@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Optional
 
-import jax
-
 from t5x_gpu.compiled.collectives import Collective
 from t5x_gpu.layers import embedding
 from t5x_gpu.layers.moe import capacity
@@ -27,6 +25,7 @@ from t5x_gpu.partitioning.array_layout import ArrayLayout, array_layouts
 from t5x_gpu.partitioning.layer_stacks import is_reference
 from t5x_gpu.partitioning.mesh_sizes import MESH_AXES
 from t5x_gpu.partitioning.parameters import in_bfloat16
+from t5x_gpu.partitioning.trees import by_name
 from t5x_gpu.tools.planning.formulas.step_shape import StepShape
 from t5x_gpu.tools.planning.gpu_compile import Overlap
 from t5x_gpu.training.program import Program
@@ -102,7 +101,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   layout, mesh = program.layout, program.layout.mesh.shape
   saved, names = program.abstract_saved.params, program.names.params
   stage = 1 if layout.pipeline else layout.zero_stage
-  trained = set(_names(program.trained.split(saved)[0]))
+  trained = by_name(program.trained.split(saved)[0])
   sizes, sends_bfloat16 = _LayerSizes(), layout.gradient_dtype == 'bfloat16'
   # The optimizer state's table has the dimension that fsdp splits, for every ZeRO stage.
   for p in array_layouts(layout.stored(saved, names, layout.rules.state), names):
@@ -190,11 +189,6 @@ def _in_8_bits(p: ArrayLayout, shape: StepShape) -> int:
   if in_8_bits and parts[-1] == 'kernel' and parts[-2] in _KERNELS_IN_8_BITS:
     return 1
   return shape.item_bytes
-
-
-def _names(tree: object) -> list[str]:
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat]
 
 
 def _of_activations(program: Program, shape: StepShape) -> _Traffic:
