@@ -34,6 +34,7 @@ from t5x_gpu.models.losses import (
   cross_entropy,
   of_examples,
   refuse_router_losses,
+  weighted_sums,
 )
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.stack import Activation, OneStackModel, positions_of
@@ -233,11 +234,10 @@ def of_label_sets(
   loss = jnp.where(true, jax.nn.softplus(-logits), jax.nn.softplus(logits)).mean(-1)
   right = (true == predicted).all(-1).astype(jnp.float32)
   sums = {'loss': jnp.sum(loss * weights), 'subset_accuracy': jnp.sum(right * weights)}
-  weight = weights.sum()
-  found: Sums = {name: (value, weight) for name, value in sums.items()}
+  found = weighted_sums(sums, weights)
   if with_hits:
     weights = jnp.broadcast_to(weights[:, None], true.shape)
-    found['hits'] = hits_of(true & predicted, predicted, true, weights), weight
+    found['hits'] = hits_of(true & predicted, predicted, true, weights), found['loss'][1]
   return found
 
 
@@ -257,7 +257,7 @@ def of_numbers(
   true = scores.astype(jnp.float32) / SCORE_UNIT
   error = predicted - true
   found = {'loss': jnp.square(error), 'absolute_error': jnp.abs(error)}
-  sums = {name: (jnp.sum(x * weight), weight.sum()) for name, x in found.items()}
+  sums = weighted_sums({name: jnp.sum(x * weight) for name, x in found.items()}, weight)
   if with_pairs:
     sums['pairs'] = _pairs(predicted, true, rows, weight), weight.sum()
   return sums
@@ -312,7 +312,7 @@ def of_text_sets(
   best_other = jnp.where(is_own, -jnp.inf, logits).max((1, 2))
   weight = jnp.where(kept, weights, 0).astype(jnp.float32)
   found = {'loss': loss, 'accuracy': target > best_other}
-  sums = {name: (jnp.sum(x * weight), weight.sum()) for name, x in found.items()}
+  sums = weighted_sums({name: jnp.sum(x * weight) for name, x in found.items()}, weight)
   if with_pairs:
     product = products('be,be->b', vectors[:, 0], vectors[:, 1])
     sums['pairs'] = _pairs(product, scores, rows, weight), weight.sum()
@@ -659,7 +659,7 @@ class EncoderModel(OneStackModel):
       )
     if self.tags:
       logits = self._logits(params, x, batch, dropout_key)
-      return self._tag_sums(logits, batch, with_hits=dropout_key is None)
+      return self._tag_sums(logits, batch, with_hits=dropout_key is None, **options)
     weights = batch['encoder_loss_weights']
     sums = masked_token_loss(
       self.config,
@@ -670,9 +670,10 @@ class EncoderModel(OneStackModel):
     )
     return self._stack.charge_routers(sums, x, weights)
 
-  def _tag_sums(self, logits: jax.Array, batch: DeviceBatch, *, with_hits: bool) -> Sums:
+  def _tag_sums(
+    self, logits: jax.Array, batch: DeviceBatch, *, with_hits: bool, **options: float
+  ) -> Sums:
     labels, info = batch[LABELS], self._info(batch)
-    options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
     sums = cross_entropy(logits, jnp.maximum(labels - 1, 0), labels > 0, **options)
     if with_hits and entity_kinds(self.class_names):
       hits = entity_hits(

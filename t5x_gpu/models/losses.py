@@ -498,7 +498,7 @@ def averaged_per_sequence(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array
 
 
 def weighted_sums(sums: Mapping[str, jax.Array], weights: jax.Array) -> Sums:
-  """Returns `sums`, each paired with the sum of all `weights` [batch, length]."""
+  """Returns `sums`, each paired with the sum of all `weights`, of any shape."""
   weight = jnp.sum(weights.astype(jnp.float32))
   return {name: (value, weight) for name, value in sums.items()}
 
