@@ -52,6 +52,7 @@ _MEASURED = 2000
 _PERCENT = 99  # of the examples fit into a row; longer ones are cut
 _MULTIPLE = 64  # of the length of a row
 _TEXT_LENGTH = 2048  # of rows of plain text, whose documents are cut into pieces
+_ALL = 1000  # layouts, more than there are
 _ANY_GPUS = 8  # without --gpus, a batch that 1, 2, 4 or 8 GPUs divide
 _EVALUATIONS, _EVAL_ROWS = 10, 2000  # of a run, and of one evaluation
 
@@ -362,13 +363,9 @@ def _measured(request: RunRequest, model: ModelFields) -> _Data:
     per_row = min(lengths[name] / float(np.mean(found)) for name, found in sizes.items())
   if not is_cut_up:
     per_row = max(1.0, per_row) if packed else 1.0
-  names = () if not _has_names(kind) else open_class_names(config) or ()
+  has_classes = kind in _LABELS.values() and kind != _LABELS['score']
+  names = open_class_names(config) or () if has_classes else ()
   return _Data(kind, train, held_out, lengths, reason, per_row, packed, names)
-
-
-def _has_names(kind: str) -> bool:
-  """Returns whether the labels of this kind of data have names."""
-  return kind in (_LABELS['label'], _LABELS['labels'], _LABELS['tags'])
 
 
 def _kind(features: Sequence[str]) -> str:
@@ -471,9 +468,7 @@ def _layout(config: PlanConfig, request: RunRequest, *, kind: str) -> _Layout:
     return prediction.memory.needed_bytes * ALMOST <= prediction.memory.pool_bytes
 
   given = planner.by_formula(config, topology)
-  found = remedies(
-    config, topology, by_formula=planner.by_formula, compiled=None, number=_CANDIDATES
-  )
+  found = remedies(config, topology, by_formula=planner.by_formula, compiled=None, number=_ALL)
   safe = [r for r in found if is_safe(r.prediction)]
   exact = [r for r in safe if r.change.keeps_precision]
   fitting = [(r.change.settings, r.prediction) for r in exact or safe]
@@ -498,9 +493,6 @@ def _layout(config: PlanConfig, request: RunRequest, *, kind: str) -> _Layout:
     f'by the formulas of plan, {show(memory.needed_bytes)} of {show(memory.pool_bytes)} on each of '
     f'{gpus}',
   )
-
-
-_CANDIDATES = 1000  # all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -616,26 +608,19 @@ class _Draft:
     ]
 
   def _imports(self) -> list[str]:
-    modules = {'t5x_gpu.train as train_script': ''}
-    used = [setting.partition('.')[0] for setting in self.layout.settings]
-    modules = [
-      *(
-        f'{package} import {name.partition(".")[0]}' for name, package in map(_GIN_NAMES.get, used)
-      ),
-      't5x_gpu.training import optimizers',
-    ]
-    if self.method.optimizer == 'Adafactor':
-      modules = [*modules, 't5x_gpu.training import adafactor']
+    names = [_GIN_NAMES[setting.partition('.')[0]] for setting in self.layout.settings]
+    modules = [f'{package} import {name.partition(".")[0]}' for name, package in names if package]
+    modules += ['t5x_gpu.training import optimizers']
+    modules += ['t5x_gpu.training import adafactor'] if self.method.optimizer == 'Adafactor' else []
     modules += ['t5x_gpu.training import schedules'] if self.method.is_constant else []
     modules += ['t5x_gpu.models import lora'] if self.request.lora else []
     modules += ['t5x_gpu.models import dpo'] if self.data.kind == PREFERENCES else []
     modules += ['t5x_gpu.models import encoder'] if self._new_head() else []
     modules += ['t5x_gpu.run import export'] if self.request.export else []
-    found = sorted({m for m in modules if not m.startswith(' ')})
     return [
       'from __gin__ import dynamic_registration  # names are imported Python modules',
       'from t5x_gpu import train as train_script  # the run',
-      *(f'from {module}  # {_IMPORTED[module.split()[-1]]}' for module in found),
+      *(f'from {module}  # {_IMPORTED[module.split()[-1]]}' for module in sorted(set(modules))),
     ]
 
   def _includes(self, include: str) -> list[str]:
@@ -691,12 +676,10 @@ class _Draft:
 
   def _optimizer(self) -> list[str]:
     method = self.method
-    lines = [
-      _line('LEARNING_RATE', method.learning_rate, method.rate_source or method.source),
-      _line('WARMUP_STEPS', self._warmup(), f'{method.warmup:.0%} of the steps; {method.source}'),
-    ]
-    if not method.warmup:
-      del lines[1]
+    lines = [_line('LEARNING_RATE', method.learning_rate, method.rate_source or method.source)]
+    if method.warmup:
+      steps, share = math.ceil(method.warmup * self.steps), f'{method.warmup:.0%} of the steps'
+      lines.append(_line('WARMUP_STEPS', steps, f'{share}; {method.source}'))
     if method.is_constant:
       lines += [
         f'train_script.train.learning_rate = @schedules.constant()  # {method.source}',
@@ -710,9 +693,6 @@ class _Draft:
     if method.b2 is not None:
       lines.append(f'optimizers.AdamW.b2 = {method.b2}  # {method.source}')
     return lines
-
-  def _warmup(self) -> int:
-    return math.ceil(self.method.warmup * self.steps)
 
   def _times(self) -> list[str]:
     data, method, steps = self.data, self.method, self.steps
