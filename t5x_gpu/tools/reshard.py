@@ -179,7 +179,6 @@ def _laid_out(shape: Shape, layout: Sequence[int], *, first: int) -> Shape:
   return tuple(chunk)
 
 
-RESHARDED_FROM = 'resharded_from'
 _NEVER = 2**62
 
 
@@ -190,7 +189,7 @@ def reshard(request: ReshardRequest, console: Console) -> AnyPath:
     CheckpointError: the memory budget is too small, or the source is damaged.
   """
   reader = StateReader(
-    request.source, step=request.step, cache_bytes=request.memory // 16, step_setting='--step'
+    request.source, step=request.step, cache_bytes=piece_bytes(request), step_setting='--step'
   )
   plan = plan_reshard(reader, request)
   work = {'source': str(reader.path), 'manifest': dict(reader.manifest), 'plan': plan.as_json()}
@@ -341,7 +340,7 @@ def _manifest(
     **reader.manifest,
     **checksums_entry(checksums),
     'arrays': {n: [list(shape), str(dtype)] for n, (shape, dtype) in plan.arrays.items()},
-    RESHARDED_FROM: {
+    'resharded_from': {
       'checkpoint': str(reader.path),
       'dtype': request.dtype,
       'optimizer_dtype': request.optimizer_dtype,

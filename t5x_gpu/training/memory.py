@@ -73,14 +73,14 @@ def estimate(program: Program) -> StepMemory:
     chunks = num_loss_chunks(config, rows, length, vocab_parts=mesh['model'])
     predictions //= max(chunks, 1)
   logits = 4 * predictions * model.num_outcomes // mesh['model']
-  need = StepMemory(
+  gradients = gradient_bytes(program, table)
+  return StepMemory(
     params=bytes_per_device(state.params),
     opt_state=bytes_per_device(state.opt_state),
-    gradients=gradient_bytes(program, table),
-    activations=inputs,
+    gradients=gradients,
+    # The logits are freed before most gradients are computed.
+    activations=inputs + max(logits - gradients, 0),
   )
-  # The logits are freed before most gradients are computed.
-  return dataclasses.replace(need, activations=inputs + max(logits - need.gradients, 0))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -195,7 +195,6 @@ def missing_words(candidate: Candidate, hosts: Sequence[str]) -> str:
   return '; '.join([*found, *candidate.damaged]) or 'parts are missing'
 
 
-PROMOTED_FROM = 'promoted_from'
 # Each promotion has its own staging folder: a process that was suspended and has lost MODEL_DIR
 # writes and removes only its own.
 STAGING = '.promoting'
@@ -281,7 +280,7 @@ class Assembly:
       manifest = {
         **manifest,
         **checksums_entry(checksums),
-        PROMOTED_FROM: {
+        'promoted_from': {
           'hosts': sorted(set(self._facts['hosts'])),
           'processes': len(self._facts['hosts']),
         },

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Optional, Union
 
 import flax.traverse_util
-import jax
 import rich.console
 import rich.progress
 
@@ -55,6 +54,7 @@ from t5x_gpu.tools.planning.formulas.work import (
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep, compile_step
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget, can_compile, described_gpus
 from t5x_gpu.tools.planning.kernel_parts import PartKernels, kernels_by_part
+from t5x_gpu.training.memory import tree_bytes
 from t5x_gpu.training.program import Program, build_program, initial_params
 from t5x_gpu.training.train_step import StepConfig
 
@@ -258,9 +258,7 @@ def predict(
 
 
 def _checkpoint(program: Program, assumed: Assumptions) -> CheckpointCost:
-  num_bytes = sum(
-    math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.abstract_saved)
-  )
+  num_bytes = tree_bytes(program.abstract_saved)
   of_host = num_bytes / program.layout.topology.num_hosts
   return CheckpointCost(num_bytes, of_host / 1e9 / assumed.save_gigabytes)
 
