@@ -25,6 +25,12 @@ from t5x_gpu.errors import Problem, did_you_mean
 
 _LITERALS = (int, float, bool, str, bytes, list, tuple, dict)
 _NUMBERS = {int: (int,), float: (int, float), complex: (int, float, complex)}
+_CONTAINERS = (
+  *(list, tuple, dict, set, frozenset),
+  *(collections.abc.Sequence, collections.abc.MutableSequence),
+  *(collections.abc.Mapping, collections.abc.MutableMapping),
+  *(collections.abc.Iterable, collections.abc.Collection),
+)
 Annotation = object  # a class, or a form of `typing`
 
 
@@ -192,23 +198,11 @@ def _fits(value: Value | Unknown, annotation: Annotation) -> bool:
     return True
   if kind in (collections.abc.Callable, type) or dataclasses.is_dataclass(kind):
     return not isinstance(value, (*_LITERALS, type(None)))
-  if _is_container(kind):
+  if kind in _CONTAINERS:
     return _container_fits(value, kind, args)
   if typing.Protocol in kind.__bases__:  # an interface, which no literal has
     return not isinstance(value, _LITERALS)
   return True
-
-
-def _is_container(kind: type) -> bool:
-  abstract = ('Sequence', 'Iterable', 'Collection', 'Mapping', 'MutableMapping', 'MutableSequence')
-  return kind in (
-    list,
-    tuple,
-    dict,
-    set,
-    frozenset,
-    *(getattr(collections.abc, name) for name in abstract),
-  )
 
 
 def _container_fits(value: Value, kind: type, args: tuple) -> bool:
@@ -229,7 +223,7 @@ def _made_fits(value: Reference, kind: Annotation) -> bool:
   if not inspect.isclass(kind):
     return True
   if not value.evaluate:
-    is_data = kind in _LITERALS or dataclasses.is_dataclass(kind) or _is_container(kind)
+    is_data = kind in _LITERALS or dataclasses.is_dataclass(kind) or kind in _CONTAINERS
     return not is_data and kind is not type(None)
   if kind in (collections.abc.Callable, type) or not inspect.isclass(value.target):
     return True

@@ -91,13 +91,10 @@ def print_changes(
     for setting, old in changes[:_MOST_CHANGES]
   ]
   width = max((len(row[0]) for row in rows), default=0)
-  total, origins = (
-    len(provenance.settings) + len(provenance.defaults),
-    os.path.join(model_dir, ORIGINS),
-  )
+  total = len(provenance.settings) + len(provenance.defaults)
   text = [
     f'configuration: {len(changes) or "nothing"} changed; all {total} values, and who set '
-    f'them, in {origins}',
+    f'them, in {os.path.join(model_dir, ORIGINS)}',
     *(f'  {change.ljust(width)}   {origin}' for change, origin in rows),
   ]
   if rest := [setting for setting, _ in changes[_MOST_CHANGES:]]:
