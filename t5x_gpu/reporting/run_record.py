@@ -73,13 +73,7 @@ def read_settings(folder: pathlib.Path, problems: list[str]) -> dict[str, Report
 
 
 def _text(path: pathlib.Path, problems: list[str]) -> Optional[str]:
-  try:
-    return read_bytes(path).decode('utf-8')
-  except FileNotFoundError:
-    return None
-  except (OSError, ValueError) as e:
-    problems.append(f'{path.name} cannot be read: {e}.')
-    return None
+  return _read(path, lambda file: read_bytes(file).decode('utf-8'), problems)
 
 
 def earlier_changes(folder: pathlib.Path, problems: list[str]) -> list[list[str]]:
