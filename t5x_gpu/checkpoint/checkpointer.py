@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Self
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -202,7 +201,7 @@ class BaseCheckpointer(abc.ABC):
   pause = 'save'  # the name of a save in the step timer
 
   def __init__(self, model_dir: ModelDir | str | AnyPath, *, keep: Keep = Keep(last=3)):
-    self._is_main = jax.process_index() == 0
+    self._is_main = distributed.is_main_process()
     model_dir = as_model_dir(model_dir)
     self._dir, self._keep = model_dir, keep
     self._values: dict[int, float] = {}  # step -> value of the metric that `keep.best` compares

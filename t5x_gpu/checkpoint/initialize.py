@@ -287,7 +287,7 @@ def _warn_of_frozen(program: Program, taken: Container[str]) -> None:
   """Warns about parameters that would keep their random initialization for the whole run."""
   _, frozen = program.trained.split(program.abstract_saved.params)
   random = [n for n in flax.traverse_util.flatten_dict(frozen, sep='/') if n not in taken]
-  if random and jax.process_index() == 0:
+  if random and distributed.is_main_process():
     _log.warning(
       '%d parameters are frozen, but come from no checkpoint: %s. Set '
       'train.initialize_from (docs/finetune.md).',

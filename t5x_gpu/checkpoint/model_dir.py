@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Optional
 
-import jax
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.manifest import (
@@ -243,7 +242,8 @@ def newest_complete(
   """
   with distributed.errors_together():
     model_dir = as_model_dir(model_dir)
-    if not model_dir.is_locked and jax.process_index() == 0:
+    is_main = distributed.is_main_process()
+    if is_main and not model_dir.is_locked:
       # Only on process 0: others would see its temporary folders appear and vanish.
       _check_may_write(model_dir.path)
     reasons: dict[int, str] = {}
@@ -254,7 +254,7 @@ def newest_complete(
         reasons[step] = error_line(e)
         continue
       check_same_model(model_dir.path, step, saved.manifest, target=target)
-      for damaged, reason in reasons.items() if jax.process_index() == 0 else ():
+      for damaged, reason in reasons.items() if is_main else ():
         _log.warning('checkpoint_%d cannot be read (%s); checkpoint_%d can.', damaged, reason, step)
       return saved
     if reasons:
@@ -447,7 +447,7 @@ def read_manifest(folder: AnyPath, step: int) -> Manifest:
 
   Raises:
     OSError, ValueError: the manifest is missing, truncated, garbled, or does not match
-      `schemas.MANIFEST`.
+      `MANIFEST`.
     AccessError: the manifest cannot be opened.
   """
   checkpoint = checkpoint_path(folder, step)
@@ -729,9 +729,8 @@ def begin_remote(path: RemotePath) -> None:
     )
   _claim(path)
   path.joinpath(COMMIT).unlink(missing_ok=True)
-  if names:
-    for name in sorted(names - {UNDER_WAY, COMMIT}):
-      path.joinpath(name).unlink(missing_ok=True)
+  for name in sorted(names - {UNDER_WAY, COMMIT}):
+    path.joinpath(name).unlink(missing_ok=True)
 
 
 def commit_remote(path: RemotePath) -> None:
