@@ -230,16 +230,18 @@ _SAMPLING = {'temperature': (1.0,), 'top_k': (), 'top_p': (1.0,), 'min_p': (), '
 _BEAMS = {'length_penalty': (), 'early_stopping': (), 'diversity_penalty': (0.0,)}
 
 
-def carried_generation(model_dir: AnyPath) -> Json:
-  """Returns the settings that make transformers decode a converted model other than greedily.
+def carried_generation(folder: AnyPath) -> Json:
+  """Returns the settings that make transformers decode a model other than greedily.
 
   Reads generation_config.json, or config.json without it; leaves out end ids.
 
+  Args:
+    folder: folder of the Hugging Face model, or HF_FOLDER of the converted one.
   Raises:
     CheckpointError: a file cannot be read.
   """
   for name in ('generation_config.json', 'config.json'):
-    path = model_dir / name
+    path = folder / name
     if not path.is_file():
       continue
     try:
