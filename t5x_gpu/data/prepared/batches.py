@@ -332,7 +332,7 @@ def checked_rates(
     raise DataError(
       f'mixture_rates = {what}: rates are numbers of at least 0, and at least one is above 0.',
       fix=f'Set {_RATES} = {dict(own)}, the rates of the mixture, or others.',
-      parameters=('DatasetConfig.mixture_rates',),
+      parameters=(_RATES,),
     )
   empty = [name for name, rate in rates.items() if rate > 0 and not rows[name]] if rows else []
   if empty:
@@ -340,7 +340,7 @@ def checked_rates(
     raise DataError(
       f'{empty[0]!r} has no rows but a rate of {rates[empty[0]] / total:.3g}.',
       fix=f'Leave it out: {_RATES} = {rest}.' if rest else 'Prepare a split that has examples.',
-      parameters=('DatasetConfig.mixture_rates',),
+      parameters=(_RATES,),
     )
   return {name: rates.get(name, 0) / total for name in own}
 

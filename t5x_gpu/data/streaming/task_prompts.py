@@ -74,12 +74,12 @@ class TaskText:
 
   @property
   def start_id(self) -> Optional[int]:
-    vocabulary, start = self.targets.vocabulary, None
+    vocabulary = self.targets.vocabulary
     if isinstance(vocabulary, HuggingFaceVocabulary):
-      start = vocabulary.template_start
-    elif isinstance(vocabulary, seqio.SentencePieceVocabulary) and vocabulary.bos_id >= 0:
-      start = vocabulary.bos_id  # Llama 2 and Gemma put it first; T5 does not have one
-    return start
+      return vocabulary.template_start
+    if isinstance(vocabulary, seqio.SentencePieceVocabulary) and vocabulary.bos_id >= 0:
+      return vocabulary.bos_id  # Llama 2 and Gemma put it first; T5 does not have one
+    return None
 
   @property
   def zero_is_a_word(self) -> bool:
