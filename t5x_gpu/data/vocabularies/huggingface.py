@@ -11,14 +11,14 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
 from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies.special_tokens import DeclaredToken, read_special_tokens
 from t5x_gpu.errors import DataError, first_line
-from t5x_gpu.storage.files import check_not_refused
 from t5x_gpu.storage.json_schema import read_json
 from t5x_gpu.storage.user_paths import expanded_path
 
@@ -30,6 +30,7 @@ _PARAMETERS = ('DatasetConfig.vocabulary',)
 log = logging.getLogger(__name__)
 _Tokenizer = Any  # tokenizers.Tokenizer, which is imported if it is needed
 _error = functools.partial(DataError, parameters=_PARAMETERS)
+_SAME_MODEL = 'Use tokenizer.json and tokenizer_config.json of the same model.'
 
 
 class HuggingFaceVocabulary(seqio.Vocabulary):
@@ -37,18 +38,23 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   Args:
     path: tokenizer.json, or its folder; tokenizer_config.json (or special_tokens_map.json) in the
-      folder names the special tokens.
+      folder names the special tokens. They stay whole in a text, like the tokens that
+      tokenizer_config.json or added_tokens.json declare.
     extra_ids: number of sentinels after the tokenizer's ids, for a tokenizer without sentinels.
   Raises:
-    DataError: the file does not exist or is not a tokenizer, special tokens lack an id, or
-      `tokenizers` is not installed.
+    DataError: the file does not exist or is not a tokenizer, special tokens lack an id, a token
+      cannot have the id that a file declares, or `tokenizers` is not installed.
   """
 
   def __init__(self, path: str | os.PathLike, *, extra_ids: int = 0):
     super().__init__(extra_ids=extra_ids)
     self.path = _tokenizer_file(path)
     self._tokenizer = _load(self.path)
-    self._named = _special_tokens(self.path, self._tokenizer)
+    self._named, declared, special = read_special_tokens(self.path.parent)
+    self._added = _add(self.path, self._tokenizer, declared)
+    self._named |= _unknown_token(self.path, self._named)
+    _check_named(self.path, self._tokenizer, self._named)
+    self._added += _add(self.path, self._tokenizer, special)
     _check_unknown(self.path, self._tokenizer)
     size = self._tokenizer.get_vocab_size(with_added_tokens=True)
     # Some tokenizers have gaps between ids, so the size is the highest id plus one.
@@ -132,6 +138,8 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     """Digest of the tokenizer and its special tokens, 16 hex digits."""
     digest = hashlib.sha256(self.path.read_bytes())
     digest.update(json.dumps(self._named, sort_keys=True).encode())
+    if self._added:
+      digest.update(json.dumps(self._added).encode())
     return digest.hexdigest()[:16]
 
   @property
@@ -232,41 +240,51 @@ def _load(path: pathlib.Path) -> _Tokenizer:
   return tokenizer
 
 
-def _special_tokens(path: pathlib.Path, tokenizer: _Tokenizer) -> dict[str, str]:
-  """Returns 'eos_token' -> its text for the special tokens named in the folder of `path`."""
-  named: dict[str, str] = {}
-  for name in (
-    'special_tokens_map.json',
-    'tokenizer_config.json',
-  ):  # the second file overrides the first
-    file = path.with_name(name)
-    if not file.is_file():
+def _add(
+  path: pathlib.Path, tokenizer: _Tokenizer, declared: Sequence[DeclaredToken]
+) -> list[tuple[str, list[bool]]]:
+  """Adds tokens that tokenizer.json lacks, or has with flags that another file replaces.
+
+  Returns the text and the flags of the tokens that were added.
+  """
+  added_token = importlib.import_module('tokenizers').AddedToken
+  have = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+  added = []
+  for token in declared:
+    own = have.get(token.text)
+    is_same = own and all(getattr(own, flag) == value for flag, value in token.flags.items())
+    if is_same or (own and not token.replaces):
       continue
-    try:
-      content = read_json(file, dict)
-      named |= {
-        key: value['content'] if isinstance(value, dict) else value
-        for key, value in content.items()
-        if key.endswith('_token') and isinstance(value, (str, dict))
-      }
-    except (ValueError, KeyError, OSError) as e:
-      check_not_refused(e, file)
+    tokenizer.add_tokens([added_token(token.text, **token.flags)])
+    number = tokenizer.token_to_id(token.text)
+    if token.id not in (None, number):
       raise _error(
-        f'{str(file)!r} does not have the form that save_pretrained writes: {e!r}.',
-        fix='Correct it, or copy it from the model again.',
-      ) from e
-  if 'unk_token' not in named:
-    unknown = read_json(path, dict).get('model', {}).get('unk_token')
-    named |= {'unk_token': unknown} if unknown else {}
+        f'{str(path.with_name(token.file))!r} gives {token.text!r} the id {token.id}, but with '
+        f'{str(path)!r} it has the id {number}.',
+        fix=_SAME_MODEL,
+      )
+    added.append((token.text, [*token.flags.values()]))
+  return added
+
+
+def _unknown_token(path: pathlib.Path, named: Mapping[str, str]) -> dict[str, str]:
+  """Returns {'unk_token': its text} of tokenizer.json; {} if it has none, or `named` has it."""
+  unknown = (
+    None if 'unk_token' in named else read_json(path, dict).get('model', {}).get('unk_token')
+  )
+  return {'unk_token': unknown} if unknown else {}
+
+
+def _check_named(path: pathlib.Path, tokenizer: _Tokenizer, named: Mapping[str, str]) -> None:
+  """Raises DataError if a special token has no id."""
   missing = {key: token for key, token in named.items() if tokenizer.token_to_id(token) is None}
   if missing:
     raise _error(
       f'{str(path)!r} has no id for '
       + ', '.join(f'{token!r} ({key})' for key, token in sorted(missing.items()))
       + ', special tokens named in the same folder.',
-      fix='Use tokenizer.json and tokenizer_config.json of the same model.',
+      fix=_SAME_MODEL,
     )
-  return named
 
 
 def _check_unknown(path: pathlib.Path, tokenizer: _Tokenizer) -> None:

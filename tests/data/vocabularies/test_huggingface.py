@@ -344,6 +344,50 @@ def test_broken_tokenizers_are_named(bert, break_it):
   assert e.value.parameters
 
 
+# Where a file next to tokenizer.json may declare the token '<|end|>', whose id is 301.
+_TOKEN = {'content': '<|end|>', 'rstrip': True, 'special': True}
+DECLARED = {
+  'added_tokens_decoder': {'tokenizer_config.json': {'added_tokens_decoder': {'301': _TOKEN}}},
+  'added_tokens': {'added_tokens.json': {'<|end|>': 301}},
+  'list': {'tokenizer_config.json': {'additional_special_tokens': ['<|end|>']}},
+  'list_of_map': {'special_tokens_map.json': {'extra_special_tokens': ['<|end|>']}},
+  'named': {'special_tokens_map.json': {'eos_token': '<|end|>'}},
+}
+
+
+@pytest.mark.parametrize('how', DECLARED)
+@pytest.mark.parametrize('is_in', ['nothing', 'vocab', 'added_tokens'])
+def test_tokens_that_other_files_declare_stay_whole_as_in_transformers(gpt2, how, is_in):
+  parsed = json.loads((gpt2 / 'tokenizer.json').read_text())
+  if is_in == 'vocab':
+    parsed['model']['vocab'] |= {'<|endoftext|>': 300, '<|end|>': 301}
+  elif is_in == 'added_tokens':
+    parsed['added_tokens'].append({**parsed['added_tokens'][0], 'id': 301, 'content': '<|end|>'})
+  (gpt2 / 'tokenizer.json').write_text(json.dumps(parsed))
+  before = HuggingFaceVocabulary(gpt2).fingerprint
+  for name, content in DECLARED[how].items():
+    (gpt2 / name).write_text(json.dumps(content))
+  if (how, is_in) == ('named', 'nothing'):  # the token has no id anywhere
+    with raises(DataError):
+      HuggingFaceVocabulary(gpt2)
+    return
+  vocabulary = HuggingFaceVocabulary(gpt2)
+  text = 'Hello, <|end|>  world!'
+  ids = list(vocabulary.encode(text))
+  assert ids.count(301) == 1 and vocabulary.vocab_size == 302
+  assert is_in == 'added_tokens' or vocabulary.fingerprint != before
+  transformers = pytest.importorskip('transformers')
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(gpt2)
+  assert ids == theirs(text, add_special_tokens=False)['input_ids']
+
+
+def test_a_declared_token_that_cannot_have_its_id_is_refused(gpt2):
+  for declared in ({'305': _TOKEN}, {'first': _TOKEN}):
+    (gpt2 / 'tokenizer_config.json').write_text(json.dumps({'added_tokens_decoder': declared}))
+    with raises(DataError):
+      HuggingFaceVocabulary(gpt2)
+
+
 def test_a_tokenizer_that_drops_unknown_letters_is_reported(tmp_path, caplog):
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({'a': 0, 'b': 1}, []))
   save(tmp_path / 'dropping', tokenizer, {})
