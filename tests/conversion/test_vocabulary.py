@@ -1,7 +1,5 @@
 """Whatever is made of a run has its vocabulary, or convert says why not."""
 
-import pathlib
-
 import pytest
 
 from t5x_gpu.checkpoint.run_files import carried_vocabulary
@@ -16,7 +14,12 @@ from t5x_gpu.conversion.tokenizer import carry_vocabulary, export_vocabulary
     ('sentencepiece:{}/my.model', ['my.model'], 'sentencepiece:{}/merged/hf/spiece.model'),
     (
       'huggingface:{}/own',
-      ['own/tokenizer.json', 'own/chat_template.jinja', 'own/generation_config.json'],
+      [
+        'own/tokenizer.json',
+        'own/chat_template.jinja',
+        'own/additional_chat_templates/tool_use.jinja',
+        'own/generation_config.json',
+      ],
       'huggingface:{}/merged/hf',
     ),
     ('huggingface:{}/own/tokenizer.json', ['own/tokenizer.json'], 'huggingface:{}/merged/hf'),
@@ -27,6 +30,7 @@ from t5x_gpu.conversion.tokenizer import carry_vocabulary, export_vocabulary
 def test_a_merged_model_carries_the_vocabulary_of_its_run(tmp_path, name, files, found):
   (tmp_path / 'own').mkdir()
   for file in files:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text('{}')
   target = tmp_path / 'merged'
   target.mkdir()
@@ -37,7 +41,7 @@ def test_a_merged_model_carries_the_vocabulary_of_its_run(tmp_path, name, files,
   else:
     assert said == name.format(tmp_path)
   carried = [path for path in files if path.startswith('own/')]
-  assert all((target / 'hf' / pathlib.Path(path).name).is_file() for path in carried)
+  assert all((target / 'hf' / path.removeprefix('own/')).is_file() for path in carried)
 
 
 def test_a_tokenizer_that_came_with_the_weights_stays(tmp_path):

@@ -264,6 +264,7 @@ CARRIED = (
   'merges.txt',
   '*.model',
   'chat_template*',
+  'additional_chat_templates/*.jinja',
   'README.md',
   'LICENSE*',
   *FILES,

@@ -26,6 +26,8 @@ from t5x_gpu.storage.files import check_not_refused
 from t5x_gpu.storage.json_schema import Json, JsonValue, read_json
 
 TEMPLATE_FILE, CONFIG_FILE = 'chat_template.jinja', 'tokenizer_config.json'
+# A folder of further templates, such as tool_use.jinja.
+_MORE_TEMPLATES = 'additional_chat_templates'
 # Result of `strftime_now`: the date that Llama 3.1's template uses without a clock.
 DATE = datetime.datetime(2024, 7, 26)
 # Marks that `{% generation %}` writes around its content: two noncharacters, which never occur in
@@ -251,7 +253,9 @@ def _sources(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
   file, found = folder / TEMPLATE_FILE, None
   try:
     if file.is_file():
-      return file, {'default': file.read_text('utf-8')}
+      more = {path.stem: path for path in (folder / _MORE_TEMPLATES).glob('*.jinja')}
+      paths = {**more, 'default': file}
+      return file, {name: path.read_text('utf-8') for name, path in paths.items()}
     file = folder / CONFIG_FILE
     found = read_json(file, dict).get('chat_template') if file.is_file() else None
     if isinstance(found, list):

@@ -144,6 +144,22 @@ def test_where_the_template_is_and_what_identifies_it(tmp_path):
   assert HuggingFaceVocabulary(folder).fingerprint == vocabulary.fingerprint
 
 
+def test_templates_in_files_are_found_as_in_transformers(tmp_path):
+  folder = write_tokenizer(tmp_path, None)
+  (folder / 'chat_template.jinja').write_text(helpers_chat.CHATML)
+  vocabulary, template = opened(folder)
+  before = template.fingerprint
+  (folder / 'additional_chat_templates').mkdir()
+  (folder / 'additional_chat_templates' / 'tool_use.jinja').write_text('{{ tools }} with tools')
+  template = ChatTemplate(vocabulary)
+  assert template.fingerprint != before
+  transformers = pytest.importorskip('transformers')
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+  for tools in (None, [{'name': 'f'}]):
+    expected = theirs.apply_chat_template(TALKS[0], tools=tools, tokenize=False)
+    assert template.text(TALKS[0], tools=tools, where='a').startswith(expected)
+
+
 def test_variables_reach_the_template_and_identify_it(tmp_path):
   vocabulary, plain = opened(write_tokenizer(tmp_path, '{{ mood }}'))
   template = ChatTemplate(vocabulary, {'mood': 'calm'})
