@@ -61,7 +61,9 @@ def read_special_tokens(
   files = {name: _read(folder / name) for name in _FORMS}
   named: dict[str, str] = {}
   special: dict[str, DeclaredToken] = {}
-  for file in (_SPECIAL, _CONFIG):  # the second file overrides the first
+  # As in transformers: special_tokens_map.json overrides the configuration of older tokenizers, and
+  # is not read for newer ones.
+  for file in (_CONFIG,) if _DECLARED in files[_CONFIG] else (_CONFIG, _SPECIAL):
     for key, value in _tokens(files[file]):
       fields = {'content': value} if isinstance(value, str) else value
       token = _declared({**fields, 'special': True}, file)
@@ -97,6 +99,8 @@ def _tokens(content: JsonObject) -> Iterator[tuple[str, str | JsonObject]]:
   for key, value in content.items():
     if key in _LISTS and isinstance(value, list):
       yield from ((key, token) for token in value)
+    elif key in _LISTS and isinstance(value, dict):  # named tokens of a model
+      yield from value.items()
     elif key.endswith('_token') and isinstance(value, (str, dict)):
       yield key, value
 

@@ -388,6 +388,21 @@ def test_a_declared_token_that_cannot_have_its_id_is_refused(gpt2):
       HuggingFaceVocabulary(gpt2)
 
 
+@pytest.mark.parametrize('is_new', [False, True])
+def test_the_file_that_names_a_special_token_is_the_file_of_transformers(gpt2, is_new):
+  (gpt2 / 'special_tokens_map.json').write_text('{"eos_token": "<|endoftext|>", "bos_token": "H"}')
+  config = {'eos_token': '!', 'extra_special_tokens': {'image_token': 'e'}}
+  if is_new:
+    config['added_tokens_decoder'] = {'300': {'content': '<|endoftext|>', 'special': True}}
+  (gpt2 / 'tokenizer_config.json').write_text(json.dumps(config))
+  vocabulary = HuggingFaceVocabulary(gpt2)
+  named = {'eos_token': '!'} if is_new else {'eos_token': '<|endoftext|>', 'bos_token': 'H'}
+  assert vocabulary.special_tokens == {**named, 'image_token': 'e'}
+  transformers = pytest.importorskip('transformers')
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(gpt2)
+  assert vocabulary.special_tokens == theirs.special_tokens_map
+
+
 def test_a_tokenizer_that_drops_unknown_letters_is_reported(tmp_path, caplog):
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({'a': 0, 'b': 1}, []))
   save(tmp_path / 'dropping', tokenizer, {})
