@@ -35,6 +35,13 @@ THINKING = (
   "{{ message.content + '<|im_end|>\\n' }}{% endfor %}"
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# The end of the whole text after the last answer, as in Phi 3.
+TEXT_END = (
+  "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "
+  "'<|im_end|>\\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+  '{% else %}{{ eos_token }}{% endif %}'
+)
 # `{% generation %}` around what the assistant writes, the end of its turn included.
 GENERATION = """
 {%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}

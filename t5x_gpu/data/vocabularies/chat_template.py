@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import json
+import os
 import pathlib
 import re
 import types
@@ -210,13 +211,24 @@ class ChatTemplate:
   def _end(self, text: str, through: str, begin: int, message: Message) -> Optional[int]:
     """Returns where `message` ends in `text`, if its text there is shorter than as last message.
 
+    Templates of Phi 3 write the end of the whole text after the last answer. Both texts of the
+    answer begin alike, up to its end mark at least.
+
     Templates of Qwen 3 write empty thoughts only into the last answer. In both texts, the answer
     follows the generation prompt and has the same end mark.
     """
     content = message.get('content', '').strip()
-    if not content or not text.startswith(content, begin):
+    if not content or content not in through[begin:]:
       return None
-    ending = through[through.rindex(content) + len(content) :] if content in through else ''
+    after = through.rindex(content) + len(content)
+    alike = begin + len(os.path.commonprefix([text[begin:], through[begin:]]))
+    tokens = self._vocabulary.added_tokens.values()
+    marks = [(through.rfind(token, after, alike), len(token)) for token in tokens]
+    if ends := [at + size for at, size in marks if at >= 0]:
+      return max(ends)
+    if not text.startswith(content, begin):
+      return None
+    ending = through[after:]
     end = begin + len(content) + len(ending)
     return end if ending.strip() and text[:end].endswith(content + ending) else None
 

@@ -82,6 +82,14 @@ def test_an_answer_that_is_longer_as_the_last_one_is_found(tmp_path):
   assert found == ['The Nile \U0001f600<|im_end|>', '<think>\n\n</think>\n\n  None is.\n<|im_end|>']
 
 
+def test_an_end_of_the_whole_text_belongs_to_the_last_answer(tmp_path):
+  vocabulary, template = opened(write_tokenizer(tmp_path, helpers_chat.TEXT_END))
+  messages = talk('Hi', ' Yo. ', 'Yo.', 'Yo.', 'And?', 'No.')
+  ids, mask = template.tokens(messages, where='a')
+  answers = [' Yo. <|im_end|>', 'Yo.<|im_end|>', 'No.<|im_end|>\n<eos>']
+  assert written(vocabulary, ids, mask) == answers
+
+
 def test_without_an_end_token_the_white_space_after_an_answer_ends_it(tmp_path):
   plain = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
