@@ -34,6 +34,7 @@ DATE = datetime.datetime(2024, 7, 26)
 # Marks that `{% generation %}` writes around its content: two noncharacters, which never occur in
 # text.
 _BEGIN, _END = '\ufdd0', '\ufdd1'
+_CALLS = 'tool_calls'  # field of a message of the assistant
 _OLDEST_JINJA = (3, 1, 6)  # templates can escape the sandbox of earlier versions
 _SHOWN = 40
 _PARAMETERS = ('DatasetConfig.vocabulary',)
@@ -182,6 +183,7 @@ class ChatTemplate:
         f'{where} has U+FDD0 or U+FDD1, which are not Unicode characters.', fix='Remove them.'
       )
     text, spans = _unmarked(self._render(messages, tools, where=where))
+    self._check_calls(text, messages, tools, where=where)
     if spans:
       before = _unmarked(self._render(messages[:first], tools, where=where))[1] if first else ()
       return text, spans[len(before) :]
@@ -190,6 +192,30 @@ class ChatTemplate:
       for i, message in enumerate(messages)
       if message['role'] == 'assistant' and i >= first
     ]
+
+  def _check_calls(
+    self, text: str, messages: Sequence[Message], tools: Optional[list], *, where: str
+  ) -> None:
+    """Raises DataError if `text`, of all messages, is the same without calls of tools.
+
+    Templates from before tools ignore them, so the assistant would learn to answer nothing.
+    """
+    calling = [i for i, message in enumerate(messages, 1) if message.get(_CALLS)]
+    if not calling:
+      return
+    silent = [{'content': '', **{k: v for k, v in m.items() if k != _CALLS}} for m in messages]
+    try:
+      same = _unmarked(self._render(silent, tools, where=where))[0] == text
+    except DataError:  # the template needs the calls
+      return
+    if same:
+      raise DataError(
+        f'{where}: the chat template {str(self.file)!r} does not show the calls of tools in '
+        f'message {calling[0]} ({_CALLS}): the text is the same without them.',
+        fix='Use a template that writes them, or write them into the content of the message.',
+        parameters=_PARAMETERS,
+        docs='finetune.md#chat',
+      )
 
   def _written(
     self, text: str, messages: Sequence[Message], i: int, tools: Optional[list], *, where: str

@@ -76,6 +76,23 @@ def test_tools_and_other_fields_reach_the_template_as_in_transformers(tmp_path):
   assert (ids.tolist(), mask.tolist()) == (expected['input_ids'], expected['assistant_masks'])
 
 
+@pytest.mark.parametrize('style', ['LLAMA3', 'GENERATION'])
+def test_calls_of_tools_that_the_template_does_not_show_are_refused(tmp_path, style):
+  calls = [{'type': 'function', 'function': {'name': 'weather', 'arguments': {}}}]
+  asked, answer = talk('Rain?', 'No.')
+  calling = {'role': 'assistant', 'content': '', 'tool_calls': calls}
+  messages = [asked, calling, {'role': 'tool', 'content': 'sun'}, answer]
+  _, template = opened(write_tokenizer(tmp_path / 'old', getattr(helpers_chat, style)))
+  with raises(DataError):
+    template.tokens(messages, where='a.jsonl:1')
+  shows = helpers_chat.CHATML.replace(
+    'message.content', '(message.tool_calls | string if message.tool_calls else message.content)'
+  )
+  vocabulary, template = opened(write_tokenizer(tmp_path / 'new', shows))
+  first, last = written(vocabulary, *template.tokens(messages, where='a'))
+  assert 'weather' in first and last == 'No.<|im_end|>'
+
+
 def test_an_answer_that_is_longer_as_the_last_one_is_found(tmp_path):
   vocabulary, template = opened(write_tokenizer(tmp_path, helpers_chat.THINKING))
   found = written(vocabulary, *template.tokens(TALKS[1], where='a'))
