@@ -114,7 +114,7 @@ def opened(
   Args:
     layer: computes one layer.
     treedef: structure of a layer's parameters.
-    policies: per step: what it stores.
+    policies: per step: its policy.
     leaves: parameters of all layers; they and the next two arguments hold `CustomVJPPrimal`s.
     carry: input of the first layer.
     shared: arrays that all layers share.

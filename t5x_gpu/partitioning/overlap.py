@@ -379,9 +379,9 @@ class _Loop:
       step, layers, recomputes, stored, to_gather = segment
       ahead, (pending, gradient, of_shared), total = state
       stored = entry(stored, i - layers.start)
-      if to_gather is not leaves:
-        if recomputes:  # not before the gradients of layer i + 2 are summed, as in a loop
-          gradient, _ = jax.lax.optimization_barrier((gradient, total))
+      if recomputes and to_gather is not leaves:
+        # Not before the gradients of layer i + 2 are summed, as in a loop.
+        gradient, _ = jax.lax.optimization_barrier((gradient, total))
         stored = _after(stored, gradient)
       following = self._gathered(to_gather, i - 1)
       total = self._with_layer(total, trained, at_end, pending, i + 1)
