@@ -1,6 +1,7 @@
 """The groups of settings that make up TransformerConfig."""
 
 import dataclasses
+import inspect
 import re
 
 import pytest
@@ -12,10 +13,10 @@ GROUPS = [c for c in TransformerConfig.__mro__ if dataclasses.is_dataclass(c)]
 
 @pytest.mark.parametrize('group', GROUPS, ids=lambda c: c.__name__)
 def test_every_setting_is_declared_once_and_described_in_the_same_order(group):
-  text = group.__doc__.partition('Attributes:\n')[2]
+  text = inspect.getdoc(group).partition('Attributes:\n')[2]
   described = [
     name
-    for names in re.findall(r'^    ((?:\w+, )*\w+(?:,\n      (?:\w+, )*\w+)*):', text, re.M)
+    for names in re.findall(r'^  ((?:\w+, )*\w+(?:,\n    (?:\w+, )*\w+)*):', text, re.M)
     for name in re.split(r',\s+', names)
   ]
   own = list(group.__annotations__)
