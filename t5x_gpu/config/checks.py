@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import re
 import sys
-import tokenize
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -149,7 +148,7 @@ def _remedy(value: Value, annotation: Annotation) -> str:
     for text in (value, value.capitalize()):
       try:
         candidates.append(gin_text.parse_value(text))
-      except (SyntaxError, tokenize.TokenError):
+      except SyntaxError:
         continue
   elif isinstance(value, list):
     candidates.append(tuple(value))

@@ -113,6 +113,11 @@ MOVED = {
 }
 
 
+# What reading text as Python's tokens may raise besides SyntaxError; from 3.12 on, surrogates and
+# some null bytes raise the last two.
+_OF_TOKENIZE = (tokenize.TokenError, RecursionError, UnicodeError, SystemError)
+
+
 def read(text: str, *, shown: str) -> Iterator[Statement]:
   """Yields the statements of gin `text`, whose values hold `Reference` and `Macro` objects.
 
@@ -123,24 +128,29 @@ def read(text: str, *, shown: str) -> Iterator[Statement]:
     ConfigError: the text is not gin; names `shown`:line and shows the line.
   """
   lines = text.splitlines()
+  source = io.StringIO(text)
   try:
-    for statement in config_parser.ConfigParser(io.StringIO(text), _Symbols()):
+    for statement in config_parser.ConfigParser(source, _Symbols()):
       if isinstance(statement, config_parser.ImportStatement):
         statement = statement._replace(module=MOVED.get(statement.module, statement.module))
       yield statement
   except SyntaxError as e:
     line, message = _location(e)
     raise _not_gin(message, shown=shown, line=line, lines=lines) from e
-  except tokenize.TokenError as e:
-    message, (line, _) = e.args
-    if 'EOF' in message:
-      message = 'a bracket or a triple quote is not closed before the end of the file'
+  except _OF_TOKENIZE as e:
+    if isinstance(e, RecursionError) or 'too many nested' in str(e):
+      raise ConfigError(
+        f'{shown} has brackets that are nested too deeply to be read.',
+        fix='Correct the file, or name another: --gin_file=FILE.',
+      ) from e
+    if isinstance(e, tokenize.TokenError):
+      message, (line, _) = e.args
+      if 'EOF' in message:
+        message = 'a bracket or a triple quote is not closed before the end of the file'
+    else:
+      message = 'a character cannot be read'
+      line = text.count('\n', 0, max(source.tell() - 1, 0)) + 1  # the last that was read
     raise _not_gin(message, shown=shown, line=min(line, len(lines)), lines=lines) from e
-  except RecursionError as e:
-    raise ConfigError(
-      f'{shown} has brackets that are nested too deeply to be read.',
-      fix='Correct the file, or name another: --gin_file=FILE.',
-    ) from e
 
 
 def _location(error: SyntaxError) -> tuple[int, str]:
@@ -154,6 +164,9 @@ def _not_gin(message: str, *, shown: str, line: int, lines: list[str]) -> Config
   content = lines[line - 1].strip() if 0 < line <= len(lines) else ''
   fix = ''
   key, equals, value = content.partition('=')
+  quote = value.strip()[:1]
+  if quote in ('"', "'") and value.count(quote) == 1:  # each Python has its own words for it
+    message = 'a quote is not closed before the end of the line'
   value = value.partition('#')[0].strip()
   if not equals and content and content.endswith(')') is False and ':' not in content:
     fix = 'A binding is spelled `Class.parameter = value`, a block `Class:` and indented lines.'
@@ -166,14 +179,17 @@ def is_literal(text: str) -> bool:
   """Returns whether `text` is one complete gin value: a literal, a reference or a macro."""
   try:
     parse_value(text)
-  except (SyntaxError, tokenize.TokenError):
+  except SyntaxError:
     return False
   return True
 
 
 def parse_value(text: str) -> Value:
   """Returns the value that `text` spells. Raises SyntaxError unless it is one complete value."""
-  found = list(config_parser.ConfigParser(f'value = {text}', _Symbols()))
+  try:
+    found = list(config_parser.ConfigParser(f'value = {text}', _Symbols()))
+  except _OF_TOKENIZE as e:
+    raise SyntaxError(f'{text!r} is not a value') from e
   if len(found) != 1:
     raise SyntaxError(f'{text!r} is not a single value')
   return found[0].value
@@ -451,7 +467,7 @@ def parse_override(text: str) -> Override:
       value = value.replace(quote, quote[1])
   try:
     return Override(key, parse_value(value), value)
-  except (SyntaxError, tokenize.TokenError) as e:
+  except SyntaxError as e:
     if value[0] in '@%[({"\'':
       raise ConfigError(
         f'--gin.{key}={value} starts like a gin value but is not one.',
