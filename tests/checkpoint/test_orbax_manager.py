@@ -98,18 +98,21 @@ def test_so_are_checkpoints_that_other_commands_wrote(tmp_path, open_manager):
 
 
 @contextlib.contextmanager
-def killed_after_one_file(monkeypatch):
-  """Lets one file be deleted, then raises, as if the process had been killed."""
+def killed_after_some_files(monkeypatch):
+  """Raises after the first deleted file of metadata, as if the process had been killed.
+
+  Which file is the first of all depends on Python and the file system.
+  """
   unlink, deleted = os.unlink, []
 
-  def unlink_one(path, **options):
-    if deleted:
+  def unlink_some(path, **options):
+    if 'metadata' in deleted:
       raise OSError(errno.EIO, 'killed')
-    deleted.append(path)
+    deleted.append(os.path.basename(path))
     unlink(path, **options)
 
   with monkeypatch.context() as patch, pytest.raises(OSError, match='killed'):
-    patch.setattr(os, 'unlink', unlink_one)
+    patch.setattr(os, 'unlink', unlink_some)
     yield
 
 
@@ -120,13 +123,13 @@ def test_a_killed_deletion_leaves_half_of_a_checkpoint_with_orbax_and_none_with_
   folder = folder_with(tmp_path, 3, 7)
   options = ocp.CheckpointManagerOptions(step_prefix='checkpoint')
   with ocp.CheckpointManager(folder, options=options) as manager:
-    with killed_after_one_file(monkeypatch):
+    with killed_after_some_files(monkeypatch):
       manager.delete(3)
   assert committed_steps(folder) == [3, 7]
   with pytest.raises(UNREADABLE):
     read_metadata(folder, 3)
 
-  with killed_after_one_file(monkeypatch):
+  with killed_after_some_files(monkeypatch):
     remove_checkpoint(folder, 7)
   assert committed_steps(folder) == [3]
   assert remove_leftovers(folder) == [7]
