@@ -57,9 +57,10 @@ _MACHINE = [
   (r', and \d+ more', ', and N more'),
   (r'_\d{15,}', '_NUMBER'),
   (
-    r'\b(jax|jaxlib|Python|TensorFlow|TFDS|transformers|Tokamax|Orbax) \d+\.[\w.]*\w',
+    r'\b(jax|JAX|jaxlib|Python|TensorFlow|TFDS|transformers|Tokamax|Orbax) \d+\.[\w.]*\w',
     r'\1 VERSION',
   ),
+  (r'\b(jax-cuda13-plugin==)[\w.]*\w', r'\1VERSION'),
 ]
 
 
