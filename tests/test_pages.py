@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tokenize
 
 import gin
 import pytest
@@ -75,7 +76,7 @@ def test_code_blocks_parse(path):
         list(gin.config_parser.ConfigParser(code, _Reader()))
       elif language == 'json':
         yaml.safe_load(code)
-    except (SyntaxError, yaml.YAMLError) as e:
+    except (SyntaxError, tokenize.TokenError, yaml.YAMLError) as e:
       pytest.fail(f'{where}: {e}', pytrace=False)
 
 
@@ -88,7 +89,7 @@ def settings_of(text: str) -> list[tuple[int, str]]:
   for line, code in found:
     try:
       statements = list(gin.config_parser.ConfigParser(code, _Reader()))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, tokenize.TokenError, ValueError):
       continue
     keys = [(s.scope, s.selector, s.arg_name) for s in statements if hasattr(s, 'arg_name')]
     if keys and len(set(keys)) == len(keys):  # otherwise a list of alternatives
