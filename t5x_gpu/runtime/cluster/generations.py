@@ -740,7 +740,7 @@ class Member:
 
   def _follow(self, link: int, message: Redirect) -> list[Action]:
     """Looks for the agent that leads, unless this agent takes part in a run already."""
-    # One that has agreed to a first start and missed it has no other answer from the agent it asked.
+    # One that agreed to a first start and missed it gets no other answer from the agent it asked.
     is_new = self.started is None and (not self._accepted or link == self._leader)
     is_alone = self._leads and self._is_stranded and self._is_idle()
     if not (is_new or is_alone) or self._proposal is not None:
