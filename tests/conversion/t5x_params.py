@@ -1,5 +1,7 @@
 """T5X's parameters in memory, converted to ours as the command converts files."""
 
+import numpy as np
+
 from t5x_gpu.conversion.conversion import params_of_files
 from t5x_gpu.conversion.t5x_names import t5x_model, t5x_table
 from t5x_gpu.conversion.tensor_copy import ForeignWeights, Names
@@ -15,6 +17,12 @@ class ArraysInMemory:
 
   def read(self, name, start=0, stop=None):
     return self._arrays[name][start:stop]
+
+
+def arrays_of_file(path):
+  """Returns the arrays of an .npz, which is closed then."""
+  with np.load(path) as file:
+    return dict(file)
 
 
 def weights_of_t5x(arrays):

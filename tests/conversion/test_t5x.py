@@ -19,7 +19,7 @@ from t5x_gpu.conversion.t5x_files import T5xCheckpoint, is_t5x
 from t5x_gpu.conversion.t5x_names import t5x_model, t5x_table
 from t5x_gpu.conversion.to_ours import converted_once
 from t5x_gpu.errors import CheckpointError
-from tests.conversion.t5x_params import params_from_t5x
+from tests.conversion.t5x_params import arrays_of_file, params_from_t5x
 from tests.messages import raises
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'parity' / 'fixtures'
@@ -81,7 +81,7 @@ def test_own_check_runs_on_t5x_as_well(written, tmp_path, capsys):
 
 
 def initial(model):
-  return dict(np.load(FIXTURES / f't5x_{model}' / 'init_params.npz'))
+  return arrays_of_file(FIXTURES / f't5x_{model}' / 'init_params.npz')
 
 
 def with_heads_apart(flat, heads):

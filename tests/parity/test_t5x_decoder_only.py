@@ -21,7 +21,7 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.state import TrainState, new_state
-from tests.conversion.t5x_params import params_from_t5x
+from tests.conversion.t5x_params import arrays_of_file, params_from_t5x
 from tests.helpers_programs import build_with
 from tests.parity.tolerances import REFERENCE_LOSS, REFERENCE_MOMENTS
 
@@ -58,10 +58,10 @@ def trained(program: Program) -> tuple[list[float], TrainState]:
   """Returns the loss per target token of the twenty steps, from T5X's initial parameters, and the
   state after them.
   """
-  params = params_from_t5x(dict(np.load(FIXTURE / 'init_params.npz')))
+  params = params_from_t5x(arrays_of_file(FIXTURE / 'init_params.npz'))
   state = new_state(params, Adafactor(), program.names.params)
   state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, program.abstract_state)
-  batches = np.load(FIXTURE / 'batches.npz')
+  batches = arrays_of_file(FIXTURE / 'batches.npz')
   out = []
   for i in range(20):
     batch = program.layout.put_batch({name: batches[name][i] for name in batches})
@@ -72,7 +72,7 @@ def trained(program: Program) -> tuple[list[float], TrainState]:
 
 def compare_moments(state: TrainState) -> None:
   """Compares the second moments with T5X's saved ones after the same steps."""
-  flat = dict(np.load(FIXTURE / 'init_params.npz'))
+  flat = arrays_of_file(FIXTURE / 'init_params.npz')
   with tempfile.TemporaryDirectory() as folder:
     with tarfile.open(FIXTURE / 'checkpoint_orbax.tar.xz') as archive:
       archive.extractall(folder, filter='data')

@@ -17,7 +17,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.state import new_state
-from tests.conversion.t5x_params import params_from_t5x
+from tests.conversion.t5x_params import arrays_of_file, params_from_t5x
 from tests.helpers_programs import build_with
 from tests.parity.tolerances import REFERENCE_LOGITS, REFERENCE_LOSS
 
@@ -27,7 +27,7 @@ OPTIMIZER = Adafactor(layers='joined_heads')  # the layers of t5x/examples/t5, w
 
 
 def build(num_devices=1, partitioner=Partitioner()):
-  flat = dict(np.load(FIXTURE / 'init_params.npz'))
+  flat = arrays_of_file(FIXTURE / 'init_params.npz')
   model = t5x_model({name: value.shape for name, value in flat.items()})
   return flat, build_with(
     model=EncoderDecoderModel(model.config, z_loss=1e-4, **model.options),
@@ -56,7 +56,7 @@ def test_losses_of_twenty_adafactor_steps_equal_t5x(num_devices, partitioner):
   params = params_from_t5x(flat)
   state = new_state(params, OPTIMIZER, program.names.params)
   state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, program.abstract_state)
-  batches, got = np.load(FIXTURE / 'batches.npz'), []
+  batches, got = arrays_of_file(FIXTURE / 'batches.npz'), []
   for i in range(20):
     batch = program.layout.put_batch({name: batches[name][i] for name in batches})
     state, sums = program.train_step(state, batch)
@@ -84,10 +84,10 @@ def test_logits_of_imported_checkpoints_equal_t5x(name, kind, tmp_path):
       lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), fields.abstract_params()
     ),
   )
-  batches = np.load(fixture / 'batches.npz')
+  batches = arrays_of_file(fixture / 'batches.npz')
   batch = {feature: batches[feature][0][:4] for feature in batches}
   got = jax.jit(fields.build().logits)(params, batch)
-  want = np.load(fixture / 'logits_batch0_rows4_step20.npz')['logits']
+  want = arrays_of_file(fixture / 'logits_batch0_rows4_step20.npz')['logits']
   targets = batch['decoder_target_tokens'] > 0
   np.testing.assert_allclose(
     np.asarray(got)[targets], want[targets], atol=REFERENCE_LOGITS, rtol=REFERENCE_LOGITS

@@ -14,7 +14,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.state import new_state
 from t5x_gpu.training.train_step import StepConfig
-from tests.conversion.t5x_params import params_from_t5x
+from tests.conversion.t5x_params import arrays_of_file, params_from_t5x
 from tests.parity.tolerances import REFERENCE_LOSS
 
 FIXTURES = pathlib.Path(__file__).parent / 'fixtures'
@@ -38,10 +38,10 @@ def test_losses_of_a_t5x_gin_file_equal_t5xs(file, fixture, num_devices):
   program = build_program(
     config, topology=Topology(1, num_devices), devices=jax.devices()[:num_devices]
   )
-  params = params_from_t5x(dict(np.load(FIXTURES / fixture / 'init_params.npz')))
+  params = params_from_t5x(arrays_of_file(FIXTURES / fixture / 'init_params.npz'))
   state = new_state(params, config.optimizer, program.names.params)
   state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, program.abstract_state)
-  batches, got = np.load(FIXTURES / fixture / 'batches.npz'), []
+  batches, got = arrays_of_file(FIXTURES / fixture / 'batches.npz'), []
   for i in range(20):
     batch = program.layout.put_batch({name: batches[name][i] for name in batches})
     state, sums = program.train_step(state, batch)

@@ -174,7 +174,8 @@ def test_a_skipped_step_changes_nothing_but_the_count(project, monkeypatch, layo
   for step, norm in whole.items():  # the parts of a norm
     assert norm**2 == pytest.approx(sum(part[step] ** 2 for part in groups.values()), rel=1e-4)
   folder = project.model_dir / 'spikes' / 'step_00000004'
-  weights = np.load(folder / 'process_0.npz')['decoder_loss_weights']
+  with np.load(folder / 'process_0.npz') as batch:
+    weights = batch['decoder_loss_weights']
   assert (weights[-1] == 7).all() and (weights[:-1] != 7).all()
   text = (folder / 'process_0.txt').read_text()
   assert text.startswith('step 4: ') and len(text.splitlines()) > 8
