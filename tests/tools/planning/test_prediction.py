@@ -239,6 +239,8 @@ TRAFFIC_OF = {
 # of a pipeline store its buckets.
 ELEMENTWISE = 0.14
 ELEMENTWISE_OF = {
+  'decoder_base dp h100 1x8': 0.18,  # XLA copies gradients into and out of combined all-reduces
+  't5_1_1_base fsdp h100 1x8': 0.2,
   'decoder_base fsdp h100 1x8 by microbatch': 0.25,
   'decoder_base hsdp h100 2x8 by layer': 0.65,
   'decoder_base pp h100 1x8': 0.2,

@@ -245,8 +245,8 @@ def _all_of_a_layer(
   if has_loop or c.num_experts:
     by_activation, of_block = _KEPT_BY_ACTIVATION, 2.5
     rotated = 2 / 3 * heads if any(c.rope_of_layers) else 0.0
-  else:  # the inputs of norms, and their outputs if these are the residuals
-    by_activation, of_block = _KEPT_WITHOUT_LOOP, 1.0 if c.norm_position == 'pre' else 2.0
+  else:  # the inputs of norms, and their outputs
+    by_activation, of_block = _KEPT_WITHOUT_LOOP, 2.0
     rotated = 0.0
   kept = sum(by_activation.get(name, 4) for name in c.mlp_activations)
   mlp = hidden * (kept + (len(c.mlp_activations) > 1))
