@@ -27,7 +27,8 @@ MODELS = {
   # Kernels are rounded before the ticks of a pipeline.
   'stages_in_fp8': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=4, dtype='fp8')),
   'stages': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=4, dtype='bfloat16')),
-  # No loop, so that XLA drops the stacks of what layers keep.
+  # No loop, so that XLA drops the stacks of what layers keep; as on GPUs without remat.
+  'none_unrolled': DecoderOnlyModel(dataclasses.replace(CONFIG, scan_unroll=3)),
   'unrolled': DecoderOnlyModel(dataclasses.replace(CONFIG, scan_unroll=3, remat_policy='dots')),
   # Two policies, the second for the last layer alone, which runs after the loop; and without loops.
   'two_policies': DecoderOnlyModel(
@@ -50,6 +51,7 @@ MODELS = {
   [
     ('none', HSDP),
     ('stages', dict(stage=2, data=4)),
+    ('none_unrolled', HSDP),
     ('unrolled', HSDP),
     ('offload', HSDP),
     ('two_policies', HSDP),
