@@ -479,7 +479,8 @@ class Watchdog:
   def _look(self) -> None:
     """Watches, and leaves out the time in which this process was suspended."""
     late = self._clock() - self._looked - self._config.period_seconds
-    if late > self._config.period_seconds:  # below, the machine is only busy
+    # Below, the machine is only busy. Several processes do not wait for a suspended one.
+    if self._store is None and late > self._config.period_seconds:
       self._phases.leave_out(late)
     self._watch()
     self._looked = self._clock()

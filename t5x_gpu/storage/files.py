@@ -65,16 +65,44 @@ def sync_folder(folder: str | os.PathLike, *, leave_out: str = '') -> None:
   with os.scandir(folder) as entries:
     for entry in entries:
       if not entry.is_dir(follow_symlinks=False):
-        _sync(entry.path)
+        _sync_where_possible(entry.path)
       elif not (leave_out and entry.name.startswith(leave_out)):
         sync_folder(entry.path, leave_out=leave_out)
   sync_names(folder)
 
 
 def sync_names(folder: str | os.PathLike) -> None:
-  """Makes the names in a folder survive a crash, on the file systems that can do it."""
-  with contextlib.suppress(OSError):
-    _sync(folder)
+  """Makes the names in a folder survive a crash, on the file systems that can do it.
+
+  Raises:
+    OSError: they cannot be written to the disk.
+  """
+  _sync_where_possible(folder)
+
+
+# Some FUSE, 9p and CIFS mounts cannot sync a folder, or a file that is open for reading. A file of
+# NFS may be gone: it renames a file that is deleted while it is open.
+_NO_SYNC = frozenset(
+  {
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EBADF,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.ENOENT,
+  }
+)
+
+
+def _sync_where_possible(path: str | os.PathLike) -> None:
+  try:
+    _sync(path)
+  except OSError as e:
+    if e.errno not in _NO_SYNC:
+      raise
 
 
 def _sync(path: str | os.PathLike) -> None:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from t5x_gpu.storage.files import append_line, write_problem
+from t5x_gpu.storage.files import append_line, sync_folder, write_problem
 from tests.helpers_disk import fill, small_disk
 
 
@@ -40,3 +40,17 @@ def test_a_file_where_a_folder_should_be_is_named(tmp_path):
     with pytest.raises(OSError) as e:
       folder.mkdir(parents=True, exist_ok=True)
     assert write_problem(e.value, folder) == f'{file} is a file, not a folder'
+
+
+@pytest.mark.parametrize('number', [errno.EINVAL, errno.EIO])
+def test_only_a_file_system_that_cannot_sync_is_left_alone(number, tmp_path, monkeypatch):
+  def fsync(_):
+    raise OSError(number, os.strerror(number))
+
+  (tmp_path / 'file').touch()
+  monkeypatch.setattr(os, 'fsync', fsync)
+  if number == errno.EINVAL:
+    sync_folder(tmp_path)
+  else:
+    with pytest.raises(OSError, match=os.strerror(number)):
+      sync_folder(tmp_path)

@@ -42,7 +42,7 @@ from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.partitioning.trees import Shape, Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.machine import boot_id
-from t5x_gpu.storage.files import sync_folder
+from t5x_gpu.storage.files import sync_folder, sync_names
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import access_errors, system_error
 
@@ -461,6 +461,7 @@ class Assembly:
     if final.is_dir():  # an unreadable checkpoint of the same step
       set_aside_checkpoint(self._folder, step, 'a local checkpoint of this step is complete')
     os.rename(self._writer.path, final)
+    sync_names(self._folder)
 
   def _write_error(self, problem: str) -> CheckpointError:
     step = self._candidate.step
