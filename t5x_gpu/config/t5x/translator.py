@@ -312,8 +312,8 @@ def spelled(value: Any) -> str:
   return repr(value)
 
 
-# What stands here for classes without a rule, most of which users of T5X write themselves, by the
-# parameter that takes them.
+# Parameter -> what to use here instead of a class that has no rule. Users of T5X write most of
+# these classes themselves.
 PROTOCOLS = {
   'model': 'Your own model is a class with the members of docs/add_a_model.md: train.model.',
   'module': 'Your own network is a layer or a model of docs/add_a_model.md.',
