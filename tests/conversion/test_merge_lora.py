@@ -16,6 +16,8 @@ from t5x_gpu.partitioning.axis_rules import split_names
 from tests.conversion.hf_files import CONFIGS, write_model
 from tests.messages import raises
 
+pytestmark = pytest.mark.tf  # the tokenizer of a Hugging Face model is read with SeqIO
+
 LORA_GIN = """
 from t5x_gpu.models import lora
 MODEL = @lora.LoraModel()

@@ -101,6 +101,7 @@ def scheduler(folder, name, lines):
   program.chmod(0o755)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   'left, seconds', [('1-02:03:04', 93784), ('59:30', 3570), ('UNLIMITED', None), ('', None)]
 )
@@ -119,6 +120,7 @@ QSTAT = """Job Id: 7.pbs
     stime = Wed Nov 25 10:00:00 2026"""
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('lines', [QSTAT, QSTAT.replace('stime', 'start_time')])
 def test_pbs_is_asked_for_start_and_limit(tmp_path, monkeypatch, lines):
   scheduler(tmp_path, 'qstat', lines)
@@ -127,6 +129,7 @@ def test_pbs_is_asked_for_start_and_limit(tmp_path, monkeypatch, lines):
   assert time.strftime('%d %H:%M', time.localtime(end)) == '25 11:00'
 
 
+@pytest.mark.process
 def test_the_end_is_unknown_if_the_program_of_the_scheduler_is_missing_or_fails(
   tmp_path, monkeypatch
 ):

@@ -67,6 +67,7 @@ def driver(monkeypatch, tmp_path):
   pynvml._nvmlGetFunctionPointer_cache.clear()
 
 
+@pytest.mark.process
 def test_a_reading_has_what_the_gpu_reports(driver):
   assert read(pynvml, 'GPU-0') == GpuReading(
     'GPU-0', sm_mhz=1980, watts=699.5, celsius=61, ecc_errors=5, nvlink_errors=0
@@ -78,6 +79,7 @@ def test_a_reading_has_what_the_gpu_reports(driver):
   assert read(pynvml, 'GPU-7') == GpuReading('GPU-7')
 
 
+@pytest.mark.process
 def test_metrics_are_over_all_gpus_and_problems_warn_once(driver, caplog):
   with GpuSensors(('GPU-0', 'GPU-1'), period_seconds=0.01) as sensors:
     deadline = time.monotonic() + 60

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tests.runtime.test_distributed import run_two
 
 
@@ -14,6 +16,7 @@ def start_two(tmp_path, *folders) -> list[dict]:
   return sorted(found, key=lambda each: each['index'])
 
 
+@pytest.mark.process
 def test_the_second_start_reads_and_says_so(tmp_path):
   folder = tmp_path / 'programs'
   for hits in (0, 1):
@@ -25,6 +28,7 @@ def test_the_second_start_reads_and_says_so(tmp_path):
   assert not list(folder.glob('.shared*'))
 
 
+@pytest.mark.process
 def test_folders_that_are_not_shared_are_not_used(tmp_path):
   first, second = start_two(tmp_path, tmp_path / 'here', tmp_path / 'there')
   assert first['folder'] is None and second['folder'] is None and not first['line']
