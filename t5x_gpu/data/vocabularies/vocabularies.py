@@ -6,6 +6,8 @@
 import dataclasses
 import hashlib
 import os
+import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Optional, Union
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
+from t5x_gpu.data.vocabularies.special_tokens import read_special_tokens
 from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.storage.user_paths import without_dots
 
@@ -154,7 +157,8 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
     extra_ids: number of sentinels after the last id, counted from the end as in T5. A Hugging Face
       tokenizer uses its own sentinels if it has enough (for one sentinel, [MASK] is enough).
   Raises:
-    DataError: the name is unknown, or the file is missing or broken.
+    DataError: the name is unknown, the file is missing or broken, or files next to a SentencePiece
+      model declare tokens that it would split.
   """
   if name == 'byte':
     return seqio.ByteVocabulary(extra_ids=extra_ids)
@@ -197,7 +201,48 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
       fix='Point DatasetConfig.vocabulary at the .model file (not .vocab).',
       parameters=('DatasetConfig.vocabulary',),
     ) from e
+  if '://' not in path:
+    _check_folder(pathlib.Path(path), vocabulary)
   return vocabulary
+
+
+def _check_folder(path: pathlib.Path, vocabulary: seqio.SentencePieceVocabulary) -> None:
+  """Raises DataError if the files of a Hugging Face tokenizer add to its SentencePiece model.
+
+  Args:
+    path: the SentencePiece model.
+    vocabulary: its vocabulary.
+  """
+  named, declared, special = read_special_tokens(path.parent)
+  pieces = vocabulary.tokenizer
+  unknown = {pieces.id_to_piece(pieces.unk_id()), named.get('unk_token'), named.get('pad_token')}
+  split = [
+    token.text
+    for token in (*declared, *special)
+    if token.text not in unknown
+    and pieces.piece_to_id(token.text) == pieces.unk_id()
+    and not re.fullmatch(r'<extra_id_\d+>', token.text)  # DatasetConfig.extra_ids
+  ]
+  end = named.get('eos_token')
+  if split:
+    problem = 'splits ' + ', '.join(map(repr, split[:8])) + (', ...' if split[8:] else '')
+  elif end is not None and pieces.piece_to_id(end) != vocabulary.eos_id:
+    own = repr(pieces.id_to_piece(vocabulary.eos_id)) if vocabulary.eos_id >= 0 else 'nothing'
+    problem = f'ends texts with {own} instead of {end!r}'
+  else:
+    return
+  folder = str(path.parent)
+  first = (
+    f'Run transformers.AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r}), then'
+  )
+  raise DataError(
+    f'The SentencePiece model {str(path)!r} {problem}: only files next to it, which SentencePiece '
+    'does not read, declare that.',
+    fix=('Set' if path.with_name('tokenizer.json').is_file() else f'{first} set')
+    + f" DatasetConfig.vocabulary = 'huggingface:{folder}'. To read texts without these "
+    'tokens, copy the SentencePiece model alone to another folder.',
+    parameters=('DatasetConfig.vocabulary',),
+  )
 
 
 def check_loads(vocabulary: seqio.Vocabulary, *, task: str) -> None:
