@@ -112,7 +112,7 @@ def train_run(
       stop = preemption.StopRequest(before_end_seconds=run.checkpoint_cfg.stop_before_end_seconds)
       state, step = take_steps(live, state, stop=stop, watchdog=watchdog)
       log(goodput.summary())
-      if stop.signal is not None and step < run.total_steps:
+      if stop.signal is not None and (step < run.total_steps or stop.interrupted):
         log(
           f'Stopped by {stop.signal.name} at step {step}; saved {live.checkpointer.path(step)}. '
           'The same command continues it.'
@@ -149,19 +149,24 @@ def take_steps(
   ):
     live.goodput.open(files.folder, first_step=live.first_step, facts=start_facts(live))
     log(live.goodput.interruption())
-    if run.run_eval_before_training:
+    step, problem, metrics = live.first_step, None, None
+    evaluate = functools.partial(
+      data.evaluations.run, folder=files.folder, show=stop.interrupting(recorder.show)
+    )
+    if run.run_eval_before_training or live.evaluates_first:
       with watchdog.phase('eval'), recorder.timer.pause('eval'):
-        metrics = data.evaluations.run(
-          live.first_step, state, folder=files.folder, all_parts=True, show=recorder.show
-        )
+        try:
+          metrics = evaluate(step, state, all_parts=run.run_eval_before_training)
+        except preemption.Stopped:
+          log(f'The evaluation after step {step} was interrupted; the next start repeats it.')
       if metrics:
-        recorder.log(live.first_step, metrics, evaluated=data.evaluations.evaluated)
+        recorder.log(step, metrics, evaluated=data.evaluations.evaluated)
       recorder.timer.restart()  # the ETA expects no such pause again
-    step, problem = live.first_step, None
     early_stop = EarlyStop(
       run.early_stopping, *run.eval_periods, folder=files.folder, first_step=step
     )
-    last_step = step if early_stop.is_due(step) else run.total_steps
+    is_end = early_stop.is_due(step, metrics if live.evaluates_first else None)
+    last_step = step if is_end or live.evaluates_first and stop.interrupted else run.total_steps
     for step in range(live.first_step + 1, last_step + 1):
       with profiler.step(step):
         with recorder.timer.input_wait():
@@ -182,19 +187,20 @@ def take_steps(
           state, sums = live.train_step(state, placed)
         recorder.dispatched(step, sums)
       is_last = is_end = step == run.total_steps
-      is_last |= stop.reached(step)
+      is_last |= stop.reached()
       metrics = problem = None
       if data.evaluations.due(step):
         recorder.finish()
-        evaluate = functools.partial(
-          data.evaluations.run, step, state, folder=files.folder, show=recorder.show
-        )
         with watchdog.phase('eval'), recorder.timer.pause('eval'):
           try:
-            metrics = evaluate()
+            stop.interrupt()
+            metrics = evaluate(step, state) or None
             if not is_last and early_stop.is_due(step, metrics):
               is_last = is_end = True
-              metrics = {**metrics, **evaluate(rest=True)}
+              metrics = {**(metrics or {}), **evaluate(step, state, rest=True)}
+          except preemption.Stopped:
+            log(f'The evaluation after step {step} was interrupted; the next start repeats it.')
+            metrics, is_last, is_end = {}, True, False
           except Exception as e:  # a metric, a batch or a device failed: save the step first
             live.report_failed_evaluation(e, step)
             problem, is_last = e, True

@@ -63,6 +63,29 @@ from t5x_gpu import cli, train
 cli.run_main(train.main)
 """
 
+# Held in the evaluation of this number, before its first batch counts as done.
+HELD_EVALUATION = """
+import contextlib, pathlib, time
+from t5x_gpu.evaluation.evaluator import Evaluator
+sums, left = Evaluator.sums, [{number}]
+def held(self, params, *, show, **kwargs):
+  @contextlib.contextmanager
+  def holding(title, total):
+    with show(title, total) as advance:
+      left[0] -= 1
+      def advance_later(number):
+        if not left[0]:
+          pathlib.Path('held').touch()
+          while not pathlib.Path('go').exists():
+            time.sleep(0.005)
+        advance(number)
+      yield advance_later
+  return sums(self, params, show=holding, **kwargs)
+Evaluator.sums = held
+from t5x_gpu import cli, train
+cli.run_main(train.main)
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -90,6 +113,7 @@ def _prepared_rows(folder: pathlib.Path) -> Mapping[str, Any]:
 
 KINDS = {
   'random tokens': Kind(),
+  'often evaluated': Kind({'EVAL_PERIOD': SAVE_PERIOD}),
   'packed, shuffled source text': Kind({'TASK_FEATURE_LENGTHS': "{'targets': 48}"}, module=SEQIO),
   'a task of Python code': Kind(
     {
@@ -239,6 +263,37 @@ def sigterm(trial: Trial) -> None:
   _stopped(trial, signal.SIGTERM, step=5, code=EXIT_PREEMPTED)
 
 
+def _in_an_evaluation(trial: Trial, *, number: int, step: int) -> None:
+  with trial.start(script=HELD_EVALUATION.format(number=number)) as run:
+    run.wait_for(run.held)
+    run.popen.send_signal(signal.SIGTERM)
+    run.wait_for(lambda: 'SIGTERM: finishing this step' in run.err)
+    run.let_go()
+    assert run.finish() == EXIT_PREEMPTED, run.err
+  assert f'The evaluation after step {step} was interrupted' in run.out
+  assert f'Stopped by SIGTERM at step {step}' in run.out and 'Traceback' not in run.err
+  assert trial.steps()[-1] == step
+
+
+def in_an_evaluation(trial: Trial) -> None:
+  _in_an_evaluation(trial, number=2, step=2 * SAVE_PERIOD)
+
+
+def in_its_repetition(trial: Trial) -> None:
+  _in_an_evaluation(trial, number=1, step=2 * SAVE_PERIOD)
+
+
+def after_its_repetition(trial: Trial) -> None:
+  with trial.start(hold_before=0) as run:
+    run.wait_for(run.held)
+    run.kill()
+  assert f'eval  step {2 * SAVE_PERIOD}' in run.out
+
+
+def in_the_last_evaluation(trial: Trial) -> None:
+  _in_an_evaluation(trial, number=1, step=STEPS)
+
+
 # Where its checkpoints are -> macros.
 WHERE: dict[str, Mapping[str, Any]] = {
   'disk': {},
@@ -255,6 +310,11 @@ WHERE: dict[str, Mapping[str, Any]] = {
 slow, tf = pytest.mark.slow, pytest.mark.tf
 CASES = [
   ('random tokens', 'disk', (ctrl_c, sigterm)),
+  (
+    'often evaluated',
+    'disk',
+    (in_an_evaluation, in_its_repetition, after_its_repetition, in_the_last_evaluation),
+  ),
   ('random tokens', 'disk', (writing_a_save,)),
   ('random tokens', 'disk, the newest', (deleting,)),
   pytest.param('random tokens', 'disk', (compiling, before_a_commit, after_a_save), marks=slow),
@@ -319,6 +379,9 @@ def test_a_run_that_ended_and_starts_again_is_the_run_that_nothing_happened_to(
   assert int(begin) > saved if where == 'local checkpoints' else int(begin) == saved
   assert ('batches again in' in run.err) == KINDS[what].reads_again
   assert trial.result() == want
+  if in_the_last_evaluation in when:
+    with trial.start() as run:
+      assert run.finish() == 0 and f'already at step {STEPS}' in run.out, run.err
   if where != 'object storage':
     assert not any(damaged(trial.model_dir, step) for step in trial.steps())
     left = [*trial.model_dir.glob('.removed_*'), *trial.model_dir.glob('checkpoint_*.*')]

@@ -110,7 +110,8 @@ class Manifest(TypedDict):
     seal: digest of the rest, see `sealed`.
     params_only, without_data: a converted checkpoint: parameters and step, or with
       optimizer state.
-    metrics: evaluation metrics at this step.
+    metrics: evaluation metrics at this step; None without an evaluation, {} if a stop signal ended
+      the evaluation, which the next start repeats.
     grad_norms: gradient norms of the last steps, oldest first.
     started_from, converted_from, resharded_from, promoted_from: where the arrays came from.
     unstacked: arrays that the files have once per layer (checkpoint/store.py).
@@ -191,7 +192,7 @@ def make_manifest(
     next_batch_hash: `batch_hash` of the batch of the next step.
     started_from: where the run's first parameters came from (checkpoint/initialize.py); None for
       random initialization.
-    metrics: name -> value of the evaluation metrics at this step; None without an evaluation.
+    metrics: name -> value of the evaluation metrics at this step, as in `Manifest`.
     grad_norms: gradient norms of the last steps, oldest first, if the run checks for spikes
       (training/spikes.py).
   """

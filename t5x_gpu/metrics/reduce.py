@@ -25,7 +25,7 @@ ARRAYS = (COUNTS, HITS, PAIRS)
 
 # With more pending steps, the older half is fetched. This bounds the memory on the device, and does
 # not drain the dispatch queue, because the older half was computed long ago.
-_MAX_PENDING = 256
+_MAX_PENDING = 32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,12 @@ from t5x_gpu.checkpoint.model_dir import (
   shared_model_dir,
 )
 from t5x_gpu.checkpoint.params_files import ParamsReader
+from t5x_gpu.checkpoint.retention import EVALUATIONS
 from t5x_gpu.conversion.to_ours import converted_once
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import import_modules, quiet_imports
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
+from t5x_gpu.metrics.writers import METRICS, Record, parse_line
 from t5x_gpu.models.model import config_of
 from t5x_gpu.partitioning.array_layout import parameter_table, state_layouts
 from t5x_gpu.run.config import Run
@@ -96,10 +98,13 @@ class PlannedRun(CheckedRun):
   Attributes:
     origin: source of the parameters if the run has no checkpoint.
     saved: the checkpoint whose whole state the run takes, its own or another run's; None otherwise.
+    lacks_evaluation: whether a stop signal ended the evaluation of `saved`, and no start has
+      repeated it.
   """
 
   origin: Origin
   saved: Optional[CheckpointMetadata]
+  lacks_evaluation: bool
 
   @property
   def source(self) -> str:
@@ -113,7 +118,8 @@ class PlannedRun(CheckedRun):
 
   @property
   def is_done(self) -> bool:
-    return self.saved is not None and self.saved.step >= self.run.total_steps
+    has_all_steps = self.saved is not None and self.saved.step >= self.run.total_steps
+    return has_all_steps and not self.lacks_evaluation
 
   def already_done_text(self) -> str:
     return (
@@ -180,11 +186,34 @@ def plan_run(
     error=CheckpointError,
   )
   log(origin.text)
-  plan = PlannedRun(**vars(checked), origin=origin, saved=start_from)
+  plan = PlannedRun(
+    **vars(checked),
+    origin=origin,
+    saved=start_from,
+    lacks_evaluation=_lacks_evaluation(start_from, model_dir),
+  )
   if not plan.is_done:  # in the main thread, before `open_data` uses them in another
     opened, texts = _datasets(run)
     import_modules(*opened, texts=texts)
   return plan
+
+
+def _lacks_evaluation(saved: Optional[CheckpointMetadata], model_dir: ModelDir) -> bool:
+  """Returns `PlannedRun.lacks_evaluation`; the same on all processes."""
+  if saved is None or saved.manifest.get('metrics') != {}:
+    return False
+  metrics, groups = model_dir.path / METRICS, tuple(f'{group}/' for group in EVALUATIONS)
+  records: list[Optional[Record]] = []
+  if distributed.is_main_process() and metrics.is_file():
+    records = [parse_line(line) for line in metrics.read_bytes().splitlines()]
+  return not distributed.broadcast_json(
+    any(
+      record is not None
+      and record['step'] == saved.step
+      and any(name.startswith(groups) for name in record)
+      for record in records
+    )
+  )
 
 
 def _check_steps_left(origin: Origin, total_steps: int) -> None:

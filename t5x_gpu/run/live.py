@@ -95,6 +95,11 @@ class LiveRun:
     """Tokens of the global batch, padding included; inputs and targets."""
     return step_tokens(self.plan.run.model, self.plan.program.spec.shapes)
 
+  @property
+  def evaluates_first(self) -> bool:
+    """Whether the evaluation after `first_step` is due: a stop signal had ended it."""
+    return self.plan.lacks_evaluation and self.plan.saved.step == self.first_step
+
   def next_batch(self) -> Batch | Exception:
     """Returns the batch of the next step, or the reason why it cannot be read."""
     return _or_error(lambda: next(self.data.batches))

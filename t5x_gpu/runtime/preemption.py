@@ -6,10 +6,11 @@ JAX's preemption service. That service handles SIGTERM (a Python handler would s
 the other signals are forwarded to it as a SIGTERM.
 """
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Optional, Self
 
@@ -23,6 +24,7 @@ from t5x_gpu.runtime.process_exit import (
   SignalHandler,
   stops_on_interrupt,
 )
+from t5x_gpu.terminal.progress import Advance, Show, Total
 from t5x_gpu.terminal.streams import write_stderr
 
 _SAVING = 'finishing this step, then saving and exiting.'
@@ -67,13 +69,17 @@ def expected_end() -> Optional[float]:
   return _job_end[0] if _job_end else None
 
 
+class Stopped(Exception):
+  """A stop signal has ended an evaluation, after the same batch on all processes."""
+
+
 class StopRequest:
   """Remembers the first stop signal; a second Ctrl-C interrupts at once.
 
       with StopRequest() as stop:
         for step in ...:
           ...
-          if stop.reached(step): save and leave
+          if stop.reached(): save and leave
 
   A second SIGTERM is ignored: at a time limit Slurm sends two, while the run is saving.
 
@@ -81,6 +87,9 @@ class StopRequest:
     before_end_seconds: stop this long before the end time given to `expect_end`, because some
       schedulers (PBS) send no signal that leaves time to save.
     now: returns seconds since 1970.
+  Attributes:
+    signal: the first stop signal, or None.
+    interrupted: whether it has ended an evaluation.
   """
 
   def __init__(
@@ -90,7 +99,9 @@ class StopRequest:
     self._stop_at = None if end is None else end - before_end_seconds
     self._now = now
     self.signal: Optional[signal.Signals] = None
+    self.interrupted = False
     self._together = distributed.process_count() > 1
+    self._reached, self._calls = False, 0
     self._previous: dict[signal.Signals, SignalHandler] = {}
 
   def __enter__(self) -> Self:
@@ -108,21 +119,51 @@ class StopRequest:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
-  def reached(self, step: int) -> bool:
-    """Returns whether to stop after `step`; the same on all processes.
+  def reached(self) -> bool:
+    """Returns whether to stop now; the same on all processes.
 
-    Every process must call it once per step. `signal` is set if it returns True.
+    Every process must call it at the same places: after each step, and between the batches of an
+    evaluation. `signal` is set if it returns True.
     """
+    self._calls += 1
+    self._reached = self._reached or self._is_agreed()
+    return self._reached
+
+  def _is_agreed(self) -> bool:
     if self.signal is None and self._stop_at is not None and self._now() >= self._stop_at:
       self._request(signal.SIGTERM, f'The time limit of the job is near: {_SAVING}')
     if not self._together:
       return self.signal is not None
-    if not multihost_utils.reached_preemption_sync_point(step):
+    if not multihost_utils.reached_preemption_sync_point(self._calls):
       return False
     received = [signal.Signals(number) for number in distributed.gather_json(self.signal) if number]
     # The user's Ctrl-C wins over a scheduler's signal and decides the exit code.
     self.signal = min(received, key=STOP_SIGNALS.index, default=signal.SIGTERM)
     return True
+
+  def interrupt(self) -> None:
+    """Raises Stopped if `reached` before or during an evaluation."""
+    if self.reached():
+      self.interrupted = True
+      raise Stopped
+
+  def interrupting(self, show: Show) -> Show:
+    """Returns `show` for an evaluation; its `advance`, called after each batch, may interrupt.
+
+    All processes must have the same number of batches.
+    """
+
+    @contextlib.contextmanager
+    def interruptible(title: str, total: Total) -> Iterator[Advance]:
+      with show(title, total) as advance:
+
+        def advance_or_stop(number: int) -> None:
+          advance(number)
+          self.interrupt()
+
+        yield advance_or_stop
+
+    return interruptible
 
   @property
   def exit_code(self) -> int:

@@ -66,7 +66,7 @@ def fault():
   elif _kind == 'user_error':
     time.sleep(0.7 * int(_me))
     raise DataError('The file is torn.', fix='Mend it.')
-  elif _kind == 'term':
+  elif _kind in ('term', 'term_in_eval'):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -96,6 +96,13 @@ class FaultyBatches(WatchedBatches):
     return self._batches.get_state()
 
 
+class EvaluatedBatches(WatchedBatches):
+
+  def __next__(self):
+    time.sleep(1)
+    return super().__next__()
+
+
 def open_batches(config, *, spec, feature_converter, repeat=True):
   batches = _inner.open_batches(config, spec=spec, feature_converter=feature_converter,
                                 repeat=repeat)
@@ -103,6 +110,8 @@ def open_batches(config, *, spec, feature_converter, repeat=True):
     slow(is_me=True)
     if _kind == 'lock' and _who == _me:
       lose_the_lock()
+  if _kind == 'term_in_eval':
+    return batches if repeat else EvaluatedBatches(batches)
   return FaultyBatches(batches) if repeat else batches
 """
 )
@@ -333,3 +342,15 @@ def test_preemption_of_one_rank_saves_on_all_and_the_run_continues(ranks, projec
   assert f'Continuing from {project.model_dir}/checkpoint_{step}' in again.texts[0]
   assert set(project.metrics()) >= set(range(5, 41, 5))
   assert not reports(''.join(again.texts))
+
+
+@pytest.mark.slow
+def test_preemption_of_one_rank_during_an_evaluation_saves_on_all_and_repeats_it(ranks, project):
+  settings = {'TRAIN_STEPS': 6, 'EVAL_PERIOD': 3, 'EVAL_STEPS': 8}
+  ended = ranks.run(project, '1:2:term_in_eval', ranks=2, **settings)
+  assert ended.codes == [EXIT_PREEMPTED] * 2, ended.texts
+  assert 'The evaluation after step 3 was interrupted' in ended.texts[0]
+  assert project.steps() == [3] and not project.metrics('eval/loss')
+  again = ranks.run(project, '9:1:none', ranks=2, **settings)
+  assert again.codes == [0, 0], again.texts
+  assert list(project.metrics('eval/loss')) == [3, 6]

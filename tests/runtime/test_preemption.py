@@ -20,9 +20,9 @@ def no_end():
 )
 def test_a_signal_is_remembered_until_the_step_is_done(number, code):
   with preemption.StopRequest() as stop:
-    assert not stop.reached(1) and stop.exit_code == 0
+    assert not stop.reached() and stop.exit_code == 0
     os.kill(os.getpid(), number)
-    assert stop.reached(2)
+    assert stop.reached()
   assert stop.signal == number and stop.exit_code == code
 
 
@@ -46,7 +46,7 @@ def test_a_signal_during_set_up_stops_the_run_after_its_first_step(number, handl
   preemption.catch_early()
   os.kill(os.getpid(), number)
   with preemption.StopRequest() as stop:
-    assert stop.reached(1) and stop.exit_code == 85
+    assert stop.reached() and stop.exit_code == 85
 
 
 def test_a_second_hang_up_during_set_up_changes_nothing(handlers):  # shell and kernel send one each
@@ -54,7 +54,7 @@ def test_a_second_hang_up_during_set_up_changes_nothing(handlers):  # shell and 
   os.kill(os.getpid(), signal.SIGHUP)
   os.kill(os.getpid(), signal.SIGHUP)
   with preemption.StopRequest() as stop:
-    assert stop.reached(1) and stop.exit_code == 85
+    assert stop.reached() and stop.exit_code == 85
 
 
 def test_a_hang_up_that_nohup_ignores_stays_ignored(handlers):
@@ -62,7 +62,7 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored(handlers):
   preemption.catch_early()
   with preemption.StopRequest() as stop:
     os.kill(os.getpid(), signal.SIGHUP)
-    assert not stop.reached(1)
+    assert not stop.reached()
   assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
@@ -70,7 +70,7 @@ def test_the_time_limit_of_the_job_asks_to_stop_in_time_to_save(capfd):
   preemption.expect_end(1000.0)
   times = iter([800.0, 899.0, 901.0])
   with preemption.StopRequest(before_end_seconds=100, now=lambda: next(times)) as stop:
-    assert [stop.reached(step) for step in (1, 2, 3, 4)] == [False, False, True, True]
+    assert [stop.reached() for _ in range(4)] == [False, False, True, True]
   assert stop.exit_code == 85
   assert capfd.readouterr().err.count('The time limit of the job is near') == 1
 
@@ -79,10 +79,10 @@ def test_a_request_prints_its_text_once(capfd):
   with preemption.StopRequest() as stop:
     stop.request('The text has changed: stopping without saving.')
     stop.request('again')
-    assert stop.reached(1) and stop.exit_code == 85
+    assert stop.reached() and stop.exit_code == 85
   assert capfd.readouterr().err == '\nThe text has changed: stopping without saving.\n'
 
 
 def test_without_a_known_end_there_is_no_time_limit():
   with preemption.StopRequest(before_end_seconds=100, now=lambda: 1e12) as stop:
-    assert not stop.reached(1)
+    assert not stop.reached()
