@@ -229,14 +229,15 @@ def test_the_table_of_4096_processes_has_a_row_per_host_and_a_few_kilobytes():
 
 def test_a_limit_of_open_files_is_named_to_all_who_came(monkeypatch):
   port, count = free_port(), 12
-  real, limit = socket.socket.accept, 5
+  real, left = socket.socket.accept, 5
 
   def accept(self):
-    nonlocal limit
-    limit -= 1
-    if limit < 0:
+    nonlocal left
+    if not left:
       raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    return real(self)
+    accepted = real(self)  # raises before a process has come
+    left -= 1
+    return accepted
 
   monkeypatch.setattr(socket.socket, 'accept', accept)
   infos = [info(i, count=count, port=port) for i in range(count)]
