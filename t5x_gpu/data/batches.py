@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, Optional, Protocol
+from typing import Any, Literal, Optional, Protocol, Union
 
 import numpy as np
 
@@ -152,7 +152,7 @@ class DatasetConfig:
     seed: seed of the data order. The same seed gives the same batches on any topology.
     pack: put several examples into one row, separated by segment ids.
     use_cached: read SeqIO's offline cache.
-    mixture_or_task_module: module that registers the task; imported first.
+    mixture_or_task_module: module that registers the task, or several; imported first.
     vocabulary: 'byte', 'sentencepiece:MODEL_FILE', 'huggingface:FOLDER' (or its tokenizer.json),
       'words:8192' (words hashed into that many ids), or None for the task's vocabulary.
     mixture_rates: for `prepared:DIR`: task -> rate, replaces the rates of the mixture.
@@ -172,7 +172,7 @@ class DatasetConfig:
   seed: int = 0
   pack: bool = True
   use_cached: bool = False
-  mixture_or_task_module: Optional[str] = None
+  mixture_or_task_module: Union[str, Sequence[str], None] = None
   vocabulary: Optional[str] = None
   loss_on_targets_only: bool = True
   mixture_rates: Optional[Mapping[str, float]] = None
@@ -196,6 +196,12 @@ class DatasetConfig:
         parameters=('DatasetConfig.chat_template_variables',),
         docs='finetune.md#chat',
       )
+
+  @property
+  def task_modules(self) -> tuple[str, ...]:
+    """The modules that register the task."""
+    modules = self.mixture_or_task_module or ()
+    return (modules,) if isinstance(modules, str) else tuple(modules)
 
   def facts(self, *, feature_converter: str, repeat: bool) -> JsonObject:
     """Returns the settings that identify the batches in addition to the task, for `same_data`."""

@@ -276,11 +276,11 @@ def check_trusted(config: DatasetConfig, may_import: Optional[Collection[str]]) 
   """
   if may_import is None:
     return
-  modules = {name: getattr(config, name) for name in ('module', 'mixture_or_task_module')}
+  modules = {'module': (config.module,), 'mixture_or_task_module': config.task_modules}
   foreign = [
     name
-    for name, module in modules.items()
-    if module and module not in may_import and not str(module).startswith(_OUR_MODULES)
+    for name, imported in modules.items()
+    if not all(m in may_import or str(m).startswith(_OUR_MODULES) for m in imported)
   ]
   # TFDS downloads code for a community dataset, tfds:NAMESPACE:NAME.
   _, is_tfds, dataset = config.mixture_or_task_name.partition('tfds:')

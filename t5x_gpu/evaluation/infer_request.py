@@ -212,7 +212,9 @@ def read_request(
     ),
     is_run=is_run or is_job,
     # The user may name a module: --gin.MIXTURE_OR_TASK_MODULE=my_tasks
-    may_import=tuple(binding.partition('=')[2].strip('\'"') for binding in bindings)
+    may_import=tuple(
+      name for binding in bindings for name in re.findall(r'[\w.]+', binding.partition('=')[2])
+    )
     if as_data
     else None,
     distributed_cfg=run.distributed_cfg if run else DistributedConfig(),

@@ -113,7 +113,7 @@ def _has_own_code(run: Run) -> bool:
   """Returns whether the model, its layer or the data come from modules outside t5x_gpu."""
   data = run.train_dataset_cfg
   classes = [type(run.model), *filter(inspect.isclass, vars(run.model).values())]
-  modules = [*(c.__module__ for c in classes), data.module, data.mixture_or_task_module]
+  modules = [*(c.__module__ for c in classes), data.module, *data.task_modules]
   return any(name and not name.startswith('t5x_gpu.') for name in modules)
 
 

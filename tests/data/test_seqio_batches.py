@@ -1,7 +1,9 @@
 """SeqIO batches resume exactly, repeat deterministically and pad, never drop, in evaluation."""
 
 import dataclasses
+import functools
 import json
+import sys
 import tempfile
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from t5x_gpu.data import batches, seqio_batches
 from t5x_gpu.data.streaming import task_lookup
-from t5x_gpu.errors import DataError, NoExamplesError
+from t5x_gpu.errors import ConfigError, DataError, NoExamplesError
 from tests.messages import raises
 
 pytestmark = pytest.mark.tf
@@ -327,6 +329,23 @@ def test_a_task_without_its_cache_names_the_setting(open_data):
     open_data('mixed_cached', mixture_or_task_module=module, use_cached=True)
   assert e.value.parameters == ('DatasetConfig.use_cached',)
   assert next(open_data('mixed_a', mixture_or_task_module=module, use_cached=True).iterator)
+  # The task without a validation split does not need a cache for it.
+  of_two = functools.partial(
+    open_data, 'mixed_one_cached', mixture_or_task_module=module, use_cached=True
+  )
+  assert next(of_two(split='validation').iterator)
+  with raises(DataError):
+    of_two(split='train')
+
+
+def test_all_modules_that_a_configuration_names_are_imported(open_data, tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'imported_first.py').write_text('')
+  modules = ['imported_first', 'tests.mixed_tasks']
+  assert next(open_data('mixed_a', mixture_or_task_module=modules).iterator)
+  assert 'imported_first' in sys.modules
+  with raises(ConfigError):
+    open_data('mixed_a', mixture_or_task_module=[*modules, 'no_such_module'])
 
 
 def test_examples_of_a_mixture_are_all_examples_of_each_task():

@@ -366,11 +366,13 @@ def _features(t: Translator, value: Any) -> Any:
 
 
 def _task_module(t: Translator, value: Any) -> Any:
-  """Returns the module with the task: the named one, or the only one that the files import."""
+  """Returns the module with the task: the named one, or all modules that the files import."""
   if value is not None:
     return value
   modules = [m for m in t.files.modules if m.partition('.')[0] not in ('seqio', 'optax', 'gin')]
-  return Value(modules[0], t.files.modules[modules[0]]) if len(modules) == 1 else None
+  if not modules:
+    return None
+  return Value(modules[0] if len(modules) == 1 else modules, t.files.modules[modules[0]])
 
 
 def _prompts(t: Translator, value: Any) -> Any:
@@ -828,7 +830,7 @@ RULES: dict[str, ParameterRule] = {
   't5x.utils.DatasetConfig.pack': _same('DatasetConfig.pack', default=False),
   't5x.utils.DatasetConfig.module': _mapped(
     'DatasetConfig.mixture_or_task_module',
-    'without it, the only module that the files import',
+    'without it, the modules that the files import',
     _task_module,
     default=None,
   ),

@@ -149,10 +149,15 @@ class Packing(TypedDict):
   seed: Annotated[Optional[int], Nullable(Whole(-(2**62)))]
 
 
+def _modules_problem(found: object) -> str:
+  names = found if isinstance(found, list) else [found or '']
+  return '' if all(isinstance(name, str) for name in names) else 'it is not the name of a module'
+
+
 _SOURCE_CONFIG = Fields(
   {'mixture_or_task_name': str, 'vocabulary': Nullable(str), 'module': str},
   optional={
-    'mixture_or_task_module': Nullable(str),
+    'mixture_or_task_module': Also(object, _modules_problem),
     'use_cached': bool,
     'chat_template_variables': dict,
   },

@@ -132,11 +132,11 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
   """Returns the Task or Mixture of `config`, with the vocabulary that `config` names.
 
   Raises:
-    ConfigError: `mixture_or_task_module` cannot be imported.
+    ConfigError: a module of `mixture_or_task_module` cannot be imported.
     DataError: the task, a file or the vocabulary does not exist.
   """
-  if config.mixture_or_task_module:
-    _import(config.mixture_or_task_module)
+  for module in config.task_modules:
+    _import(module)
   name = config.mixture_or_task_name
   before, colon, pattern = name.partition(':')
   if colon and before in _PATTERN_TASKS:
@@ -256,7 +256,7 @@ def _registered(name: str) -> TaskOrMixture:
 def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
   """Raises DataError unless `task` has the split, its cache, and prepared TensorFlow datasets."""
   if config.use_cached:
-    _check_cached(task)
+    _check_cached(task, config.split)
   try:
     prepare_tfds.check_prepared(task, config)
   except DataError as e:
@@ -278,10 +278,13 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
     )
 
 
-def _check_cached(task: TaskOrMixture) -> None:
-  """Raises DataError if a task that reads SeqIO's cache has none."""
-  parts = [part for part in seqio.get_subtasks(task) if part.supports_caching]
-  missing = [own_name(part.name) for part in parts if not part.cache_dir]
+def _check_cached(task: TaskOrMixture, split: str) -> None:
+  """Raises DataError if a task with the split reads SeqIO's cache and has none."""
+  missing = [
+    own_name(part.name)
+    for part in seqio.get_subtasks(task)
+    if part.supports_caching and not part.cache_dir and split in part.splits
+  ]
   if missing:
     folders = ', '.join(map(repr, seqio.utils.get_global_cache_dirs()))
     raise DataError(

@@ -116,6 +116,16 @@ def test_module_of_a_task_is_the_module_that_the_file_imports():
   assert text.count("mixture_or_task_module = 'my_tasks'") == 3
 
 
+def test_modules_of_tasks_are_all_modules_that_the_files_import(tmp_path):
+  (tmp_path / 'two.gin').write_text(
+    'import other_project.tasks\n' + (FILES / 'finetune_with_beams.gin').read_text()
+  )
+  text = translation.translate(
+    ['two.gin'], bindings=(), search_paths=[str(tmp_path), str(FILES)], script='train'
+  ).text
+  assert text.count("mixture_or_task_module = ['other_project.tasks', 'my_tasks']") == 3
+
+
 def test_a_submesh_wins_over_num_partitions():
   found = by_name(translate('submesh_and_parameters').outcomes)
   assert 'num_partitions = 4' in translate('submesh_and_parameters').text
