@@ -649,6 +649,9 @@ def _never_triggered(t: Translator, value: Any) -> str:
   return "T5X's run continues to its last step unless concurrent_metrics = False"
 
 
+_ABOUT_IDS = _no_effect('Ids beyond the vocabulary of the model are always an error.')
+
+
 RULES: dict[str, ParameterRule] = {
   # The run.
   '__main__.train.model': _mapped('train.model', 'the class of the same name', _model),
@@ -695,6 +698,10 @@ RULES: dict[str, ParameterRule] = {
   '__main__.train.use_orbax': _no_effect('Checkpoints are always written with Orbax.'),
   '__main__.train.gc_period': _no_effect('The garbage collector runs by itself.'),
   '__main__.train.concurrent_metrics': _no_effect('Metrics are computed after decoding.'),
+  '__main__.train.verify_matching_vocabs_fn': _ABOUT_IDS,
+  '__main__.train.get_dataset_fn': _no_effect(
+    'SeqIO reads the task.', value=_nothing_but('t5x.utils.get_dataset')
+  ),
   '__main__.train.run_eval_before_training': _same('train.run_eval_before_training'),
   '__main__.train.train_eval_get_dataset_fn': _mapped(
     'train.eval_each_task',
@@ -778,9 +785,24 @@ RULES: dict[str, ParameterRule] = {
     'Results are JSON lines.', value=_only('jsonl', reason='Results are always JSON lines.')
   ),
   '__main__.infer.keep_aux_as_numpy': _no_effect('Scores are numbers in JSON.'),
-  '__main__.infer.verify_matching_vocabs_fn': _no_effect(
-    'Ids beyond the vocabulary of the model are always an error.'
+  '__main__.infer.verify_matching_vocabs_fn': _ABOUT_IDS,
+  '__main__.infer.write_fn': _no_effect(
+    'Results are JSON lines.', value=_nothing_but('__main__.write_inferences_to_file')
   ),
+  '__main__.infer.merge_fn': _no_effect(
+    'Results are in one file per shard.', value=_nothing_but('__main__.merge_chunks_to_file')
+  ),
+  **{
+    f'__main__.{script}.{name}': rule
+    for script in ('train', 'evaluate', 'infer')
+    for name, rule in {
+      'train_state_initializer_cls': _no_effect(
+        'Parameters come from the seed or from the checkpoint.',
+        value=_nothing_but('t5x.utils.TrainStateInitializer'),
+      ),
+      'use_gda': _no_effect('Arrays are always jax.Array.'),
+    }.items()
+  },
   **{
     f'__main__.{script}.{name}': rule
     for script in ('evaluate', 'infer')
@@ -798,6 +820,10 @@ RULES: dict[str, ParameterRule] = {
     'train.num_microbatches', 'None and 0 are 1', lambda t, v: v or 1, numbers=_per_microbatch
   ),
   't5x.trainer.Trainer.learning_rate_fn': _mapped('train.learning_rate', '', _schedule),
+  't5x.trainer.Trainer.weight_metrics_computer': _no_effect(
+    "The logs have the gradients' norm, and no norms of parameters.",
+    value=_nothing_but('t5x.trainer.WeightMetricsComputer'),
+  ),
   't5x.utils.create_learning_rate_scheduler.factors': _same(
     'factors.factors', default='constant * linear_warmup * rsqrt_decay'
   ),
@@ -839,7 +865,14 @@ RULES: dict[str, ParameterRule] = {
     'Features are cut to their lengths.',
     value=_only(True, reason='Features are always cut to their lengths.'),
   ),
-  't5x.utils.DatasetConfig.use_memory_cache': _no_effect('Only the speed of SeqIO differs.'),
+  **{
+    f't5x.utils.DatasetConfig.{name}': _no_effect('Only the speed of SeqIO differs.')
+    for name in ('use_memory_cache', 'num_prefetch_threads', 'num_workers')
+  },
+  't5x.utils.DatasetConfig.runtime_preprocessors': _no_effect(
+    'The task has all preprocessors.',
+    value=_only(None, (), [], reason='Add them to the preprocessors of the task.'),
+  ),
   # Its checkpoints.
   't5x.utils.CheckpointConfig.save': _mapped(
     '',
@@ -860,7 +893,7 @@ RULES: dict[str, ParameterRule] = {
   ),
   't5x.utils.SaveCheckpointConfig.dtype': _no_effect(
     'Parameters are saved as they are, in float32.',
-    value=_only('float32', reason='A checkpoint holds the parameters exactly, in float32.'),
+    value=_only(None, 'float32', reason='A checkpoint holds the parameters exactly, in float32.'),
   ),
   't5x.utils.SaveCheckpointConfig.save_dataset': _no_effect(
     'The position in the data is always saved.'
@@ -871,6 +904,22 @@ RULES: dict[str, ParameterRule] = {
   't5x.utils.SaveCheckpointConfig.checkpointer_cls': _no_effect(
     'Orbax writes checkpoints.', value=_nothing_but('t5x.checkpoints.Checkpointer')
   ),
+  **{
+    f't5x.utils.{kind}CheckpointConfig.{name}': rule
+    for kind in ('Save', 'Restore')
+    for name, rule in {
+      'checkpoint_manager_cls': _no_effect(
+        'Orbax writes and reads checkpoints.',
+        value=_nothing_but('t5x.checkpoints.OrbaxCheckpointManagerInterface'),
+      ),
+      'state_transformation_fns': _no_effect(
+        'Checkpoints have the parameters of the model.',
+        value=_only(
+          None, (), [], reason="RestoreConfig.mode = 'partial' takes some of the parameters."
+        ),
+      ),
+    }.items()
+  },
   't5x.utils.RestoreCheckpointConfig.path': _mapped(
     'RestoreConfig.path',
     'None and [] start from the seed; eval and infer: checkpoint',
@@ -994,6 +1043,13 @@ RULES: dict[str, ParameterRule] = {
   # Models.
   **_without(_loss_rules('EncoderDecoderModel'), 'vocabulary'),
   **_without(_loss_rules('DecoderOnlyModel'), 'input_vocabulary', 'output_vocabulary'),
+  't5x.models.EncoderDecoderModel.feature_converter_cls': _no_effect(
+    'Its class decides how it reads examples.', value=_nothing_but('seqio.EncDecFeatureConverter')
+  ),
+  't5x.models.DecoderOnlyModel.feature_converter_cls': _no_effect(
+    'Examples with inputs are read as prefix and continuation, as with DecoderFeatureConverter.',
+    value=_nothing_but('seqio.DecoderFeatureConverter'),
+  ),
   't5x.models.DecoderOnlyModel.inputs_bidirectional_attention': _same(
     'DecoderOnlyModel.inputs_bidirectional_attention'
   ),
