@@ -20,15 +20,17 @@ from typing import Any
 import jax
 
 from t5x_gpu.tools.planning.assumptions import Assumptions
-from t5x_gpu.tools.planning.prediction import predict
+from t5x_gpu.tools.planning.gpu_compile import CompiledStep
+from t5x_gpu.tools.planning.prediction import Prediction, predict
 from t5x_gpu.tools.planning.sharding import gpu_json
-from tests.aot.cases import Case
+from tests.aot.cases import BERT, T5, Case
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'compiled_memory.json'
 MICROBATCHES = 'NUM_MICROBATCHES = 8'
 FP8 = "PRECISION = 'fp8'"
-BERT = "HEAD = 'mlm'", "TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 512}"
-T5 = ("DTYPE = 'bfloat16'",)
+# FLOP/s and bytes/s of an H100 at which docs/performance.md compares our steps with MaxText's.
+RATES = {'gemm': 650e12, 'fp8_gemm': 1100e12, 'attention': 400e12, 'bytes': 2.9e12}
+
 
 # How a loop over layers communicates ahead: label -> gin bindings.
 LOOPS = {
@@ -100,10 +102,16 @@ CASES = (
   *(
     Case(model=model, layout='fsdp', batch=batch, bindings=(*bindings, *remat), label=label)
     for model, batch, bindings in (
+      ('gpt2_xl', (64, 1024), ()),
       ('bert_large', (128, 512), BERT),
       ('t5_1_1_large', (64, 512), T5),
     )
     for remat, label in (((), ''), (("REMAT_POLICY = 'dots'",), 'dots'))
+  ),
+  *(
+    _decoder(layout, 32, *bindings, model='llama3_2_1b', label=label)
+    for layout in ('tp', 'tp_sp')
+    for label, bindings in (('', ()), ('max_overlap', ("train.xla_preset = 'max_overlap'",)))
   ),
   *(
     _decoder(layout, rows, *bindings, model=model, label=label, hosts=hosts)
@@ -154,7 +162,8 @@ CASES = (
 def figures(case: Case) -> dict[str, Any]:
   """Returns the compiled step of `case` in numbers.
 
-  'step_seconds' is the prediction of `plan`; 'seconds' went by until the step was compiled.
+  'step_seconds' is the prediction of `plan`, 'roofline_seconds' the sum over all kernels at RATES;
+  'seconds' went by until the step was compiled.
   """
   jax.config.update('jax_platforms', 'cpu')  # before jax starts its backend
   start = time.monotonic()
@@ -163,7 +172,26 @@ def figures(case: Case) -> dict[str, Any]:
   predicted = predict(
     step.program, case.config(), gpu=step.gpus.target, assumed=Assumptions(), compiled=step
   )
-  return {**gpu_json(step), 'step_seconds': predicted.seconds_per_step, 'seconds': seconds}
+  return {
+    **gpu_json(step),
+    'step_seconds': predicted.seconds_per_step,
+    'roofline_seconds': roofline_seconds(step, predicted),
+    'seconds': seconds,
+  }
+
+
+def roofline_seconds(step: CompiledStep, predicted: Prediction) -> float:
+  """Returns the seconds of all kernels at RATES, with every collective hidden.
+
+  A matmul takes its FLOPs or its bytes, whichever is longer; attention its FLOPs by formula; any
+  other kernel its bytes.
+  """
+  attention = sum(part.flops for part in predicted.time.parts if part.kind == 'attention')
+  return attention / RATES['attention'] + sum(
+    max(kernel.flops / RATES[kernel.kind or 'gemm'], kernel.num_bytes / RATES['bytes'])
+    for kernel in step.kernel_traffic
+    if kernel.kind in (None, 'gemm', 'fp8_gemm')
+  )
 
 
 def in_process(case: Case) -> dict[str, Any]:
@@ -178,7 +206,8 @@ def line(name: str, figures: dict[str, Any]) -> str:
   """Returns a row of a Markdown table.
 
   GiB of arguments, temporaries and outputs; GB that elementwise kernels (in brackets: copies) and
-  matmuls read and write; matrix kernels; GB sent, and the hidden share.
+  matmuls read and write; TFLOP of matmuls, and ms at RATES; matrix kernels; GB sent, and the hidden
+  share.
   """
   gib = [figures[f'{part}_bytes'] / 2**30 for part in ('argument', 'temporary', 'output')]
   kernels = ', '.join(
@@ -194,7 +223,8 @@ def line(name: str, figures: dict[str, Any]) -> str:
   elementwise, matmuls, copies = (round(moved[part] / 1e9) for part in parts)
   return (
     f'| {name} | {gib[0]:.1f} + {gib[1]:.1f} = {sum(gib):.1f} | '
-    f'{elementwise} ({copies}) + {matmuls} | {kernels} | {sent} |'
+    f'{elementwise} ({copies}) + {matmuls} | {moved["matmul_flops"] / 1e12:.1f}, '
+    f'{1e3 * figures["roofline_seconds"]:.0f} ms | {kernels} | {sent} |'
   )
 
 

@@ -6,14 +6,11 @@ a whole only, because its kernels do not show how many pairs they compute.
 """
 
 import collections
-import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from benchmarks.gpu.parts import Row
 from t5x_gpu.compiled import hlo_text
-from t5x_gpu.compiled.hlo_text import Computation, Instruction, Module
 from t5x_gpu.compiled.kernels import Kernels
 from t5x_gpu.compiled.trace import Operation, ProgramOps, anatomy
 from t5x_gpu.compiled.traffic import KernelTraffic, kernel_traffic
@@ -27,8 +24,6 @@ from t5x_gpu.tools.planning.sharding import place
 MATMULS = ('gemm', 'fp8_gemm')
 ATTENTION, MEMORY, WAITING, UNKNOWN = 'attention', 'memory', 'waiting', 'unknown'
 SLOWEST = 12  # rows of kernels in a result
-
-_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 
 def traced(
@@ -142,22 +137,6 @@ def _products(hlo: str) -> dict[str, tuple[str, float]]:
   for visit in kernels.outside_fusions():
     kind = kernels.kind(visit.computation, visit.instruction)
     if kind is not None:
-      flops = _flops(module, visit.computation, visit.instruction)
+      flops = kernels.flops(visit.computation, visit.instruction)
       found[visit.instruction.name] = (kind if kind in MATMULS else ATTENTION, flops)
   return found
-
-
-def _flops(module: Module, computation: Computation, instruction: Instruction) -> float:
-  """Returns the FLOPs of the matrix products of one run; 0 where the text does not show them."""
-  if instruction.opcode == 'dot':
-    dimensions = instruction.numbers('lhs_contracting_dims')
-  elif library := _CONTRACTED.search(instruction.rest):  # a call of cuBLAS
-    dimensions = tuple(int(number) for number in re.findall(r'\d+', library.group(1)))
-  else:
-    return math.fsum(
-      _flops(module, module.computations[name], inner)
-      for name in module.called(instruction)
-      for inner in module.computations[name].instructions.values()
-    )
-  left = computation.instructions[instruction.operands[0]].arrays[0].shape
-  return 2.0 * instruction.arrays[0].size * math.prod(left[i] for i in dimensions)

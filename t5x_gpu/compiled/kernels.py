@@ -7,6 +7,8 @@
 
 import collections
 import dataclasses
+import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -35,6 +37,7 @@ _TARGETS = (
   ('triton', 'triton'),
   ('__cudnn$', 'cudnn'),
 )
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # of a call of cuBLAS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,24 @@ class Kernels:
         return 'cudnn'
       return self._in_called(instruction)
     return None
+
+  def flops(self, computation: Computation, instruction: Instruction) -> float:
+    """Returns the FLOPs of the matrix products of one run of an instruction.
+
+    Only of matmuls: the text does not show what attention kernels compute.
+    """
+    if instruction.opcode == 'dot':
+      dimensions = instruction.numbers('lhs_contracting_dims')
+    elif library := _CONTRACTED.search(instruction.rest):
+      dimensions = tuple(int(number) for number in re.findall(r'\d+', library.group(1)))
+    else:
+      return math.fsum(
+        self.flops(self._module.computations[name], inner)
+        for name in self._module.called(instruction)
+        for inner in self._module.computations[name].instructions.values()
+      )
+    left = computation.instructions[instruction.operands[0]].arrays[0].shape
+    return 2.0 * instruction.arrays[0].size * math.prod(left[i] for i in dimensions)
 
   def multiplies(self, instruction: Instruction) -> bool:
     """Returns whether a loop, call, conditional or asynchronous call has a matrix kernel in it."""

@@ -11,6 +11,7 @@ limited by their FLOPs; the others by these bytes.
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Optional
 
 from t5x_gpu.compiled import hlo_text
 from t5x_gpu.compiled.hlo_text import SAME_VALUE, Computation, Instruction, Module
@@ -43,12 +44,14 @@ class Traffic:
 
   Attributes:
     kernels: kernels that run.
+    matmul_flops: FLOPs of the matmuls, without attention.
     matmul_bytes: bytes of the kernels of `kernels.KERNEL_KINDS`: matmuls and attention.
     other_bytes: bytes of all other kernels.
     copied_bytes: the part of `other_bytes` that copies an array as it is.
   """
 
   kernels: int
+  matmul_flops: float
   matmul_bytes: int
   other_bytes: int
   copied_bytes: int
@@ -61,18 +64,25 @@ class KernelTraffic:
   Attributes:
     instruction: the kernel.
     op_name: its path in the traced Python program; of an instruction in it if it has none itself.
-    multiplies: whether it is one of `kernels.KERNEL_KINDS`.
+    kind: one of `kernels.KERNEL_KINDS`; None for any other kernel.
     runs: how often it runs.
     num_bytes: bytes of all runs.
+    flops: FLOPs of all runs, as `Kernels.flops`.
     in_branch: as in `Visit`: it may run less often.
   """
 
   instruction: Instruction
   op_name: str
-  multiplies: bool
+  kind: Optional[str]
   runs: int
   num_bytes: int
+  flops: float = 0.0
   in_branch: bool = False
+
+  @property
+  def multiplies(self) -> bool:
+    """Whether it multiplies matrices."""
+    return self.kind is not None
 
 
 def kernel_traffic(hlo: str) -> list[KernelTraffic]:
@@ -83,18 +93,24 @@ def kernel_traffic(hlo: str) -> list[KernelTraffic]:
   """
   module = hlo_text.parse(hlo)
   kernels = Kernels(module)
-  return [
-    KernelTraffic(
-      visit.instruction,
-      visit.op_name or _fused_name(module, visit.instruction),
-      kernels.kind(visit.computation, visit.instruction) is not None,
-      visit.count,
-      visit.count * bytes_moved(module, visit.computation, visit.instruction),
-      visit.in_branch,
+  found = []
+  for visit in kernels.outside_fusions():
+    computation, instruction = visit.computation, visit.instruction
+    if not _is_kernel(instruction):
+      continue
+    kind = kernels.kind(computation, instruction)
+    found.append(
+      KernelTraffic(
+        instruction,
+        visit.op_name or _fused_name(module, instruction),
+        kind,
+        visit.count,
+        visit.count * bytes_moved(module, computation, instruction),
+        visit.count * kernels.flops(computation, instruction) if kind else 0.0,
+        visit.in_branch,
+      )
     )
-    for visit in kernels.outside_fusions()
-    if _is_kernel(visit.instruction)
-  ]
+  return found
 
 
 def _is_kernel(instruction: Instruction) -> bool:
@@ -121,6 +137,7 @@ def traffic(kernels: Sequence[KernelTraffic]) -> Traffic:
   copies = [k for k in others if k.instruction.opcode in ('copy', 'copy-start')]
   return Traffic(
     kernels=sum(k.runs for k in kernels),
+    matmul_flops=sum(k.flops for k in kernels),
     matmul_bytes=sum(k.num_bytes for k in kernels if k.multiplies),
     other_bytes=sum(k.num_bytes for k in others),
     copied_bytes=sum(k.num_bytes for k in copies),

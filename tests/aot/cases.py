@@ -76,6 +76,9 @@ def _llama(layout: str, *bindings: str, model: str = 'llama3_2_1b', rows: int = 
   )
 
 
+BERT = "HEAD = 'mlm'", "TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 512}"
+T5 = ("DTYPE = 'bfloat16'",)
+
 CASES = (
   # Layouts, on one host and on several.
   _small('dp'),
@@ -91,12 +94,29 @@ CASES = (
   _llama('cp'),
   _llama('fsdp', model='llama3_8b', rows=8),
   _llama('hsdp', model='llama3_8b', hosts=8, rows=64),
+  # Other models, beside MaxText's in docs/performance.md.
+  _llama('fsdp', model='qwen3_1_7b'),
+  _llama('fsdp', model='gemma2_2b'),
+  *(
+    Case(
+      model=model,
+      layout='fsdp',
+      batch=batch,
+      bindings=("REMAT_POLICY = 'dots'", *bindings),
+      label='dots',
+    )
+    for model, batch, bindings in (
+      ('gpt2_xl', (64, 1024), ()),
+      ('bert_large', (128, 512), BERT),
+      ('t5_1_1_large', (64, 512), T5),
+    )
+  ),
   _small('3d'),
   _small('pp'),
   _small('3d', bindings=("train.xla_preset = 'max_overlap'",), label='max_overlap'),
   _small('pp', bindings=('Partitioner.overlap_layers = True',), label='overlap_layers'),
   _small('ep', model='decoder_moe_demo'),
-  _small('fsdp', model='t5_1_1_base', bindings=("DTYPE = 'bfloat16'",)),
+  _small('fsdp', model='t5_1_1_base', bindings=T5),
   # One GPU: layers without a loop, which would copy stored activations.
   Case(model='decoder_base', layout='dp', batch=(8, 512), gpus_per_host=1),
   Case(
@@ -109,6 +129,10 @@ CASES = (
   ),
   # Remat: as many kernels as without it.
   _small('fsdp', bindings=("REMAT_POLICY = 'dots'",), label='dots'),
+  *(
+    _llama('fsdp', f'REMAT_POLICY = {policy!r}', model='llama3_8b', rows=8, label=policy)
+    for policy in ('minimal', 'dots')
+  ),
   # Two loops, with a policy each.
   _llama(
     'fsdp',
@@ -150,6 +174,7 @@ CASES = (
   # Precision.
   _llama('fsdp', "PRECISION = 'fp8'", label='fp8'),
   _llama('fsdp', "PRECISION = 'fp8'", model='llama3_8b', label='fp8'),
+  _llama('fsdp', "PRECISION = 'fp8'", model='llama3_8b', rows=8, label='fp8, a row per GPU'),
   _llama('hsdp', "PRECISION = 'fp8'", hosts=8, rows=256, label='fp8'),
   _small('3d', bindings=("PRECISION = 'fp8'",), label='fp8'),
   _small(

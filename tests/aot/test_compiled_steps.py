@@ -15,6 +15,7 @@ import pytest
 
 from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
 from t5x_gpu.errors import ModelError
+from t5x_gpu.models.model import config_of
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep
 from t5x_gpu.tools.planning.gpu_targets import kernels_for
 from t5x_gpu.tools.planning.sharding import gpu_json
@@ -25,7 +26,8 @@ pytestmark = MARKS
 
 RECORDED = pathlib.Path(__file__).parent / 'recorded.json'
 BYTES = 0.02  # relative
-KERNELS = 0.005  # relative, of all kernels: less than one per layer
+FLOPS = 1e-6  # relative
+KERNELS = 0.005  # relative, of all kernels; and less than one per layer
 SHARE = 0.01  # of the bytes of a kind; XLA's scheduler breaks ties by addresses
 # Whose scheduled program is compared with what the partitioner asked for.
 SENDS_AS_ASKED = ('decoder_base zero1 h100 1x8', 'decoder_base fsdp h100 1x8')
@@ -40,7 +42,9 @@ ON_EACH_VERSION = (
   'decoder_base fsdp b200 1x8',
   'llama3_2_1b fsdp h100 1x8',
   'llama3_8b fsdp h100 1x8',
+  'llama3_8b fsdp h100 1x8 minimal',
   'llama3_8b fsdp h100 1x8 full GPU',
+  'qwen3_1_7b fsdp h100 1x8',
 )
 
 
@@ -60,10 +64,11 @@ def record(name: str, figures: dict) -> None:
     RECORDED.write_text(json.dumps(everything, indent=1) + '\n')
 
 
-def problems(now: dict, before: dict) -> list[str]:
+def problems(now: dict, before: dict, *, num_layers: int) -> list[str]:
   """Returns what differs by more than it may.
 
-  Matrix kernels exactly, all kernels by half a percent, bytes by 2%, overlap downwards.
+  Matrix kernels and their FLOPs exactly, all kernels by half a percent and less than one per layer,
+  bytes by 2%, overlap downwards.
   """
   found = []
 
@@ -76,10 +81,13 @@ def problems(now: dict, before: dict) -> list[str]:
   for kind, number in before['kernels'].items():
     if now['kernels'].get(kind) != number:
       found.append(f'{kind} kernels: {now["kernels"].get(kind)}, recorded {number}')
+  new, old = (figures['traffic']['matmul_flops'] for figures in (now, before))
+  if abs(new - old) > FLOPS * old:
+    found.append(f'FLOPs of matmuls: {new:.4g}, recorded {old:.4g}')
   for part in ('matmul_bytes', 'other_bytes', 'copied_bytes'):
     compare_bytes(part, now['traffic'][part], before['traffic'][part])
   new, old = (figures['traffic']['kernels'] for figures in (now, before))
-  if abs(new - old) > KERNELS * old:
+  if abs(new - old) > min(KERNELS * old, num_layers - 1):
     found.append(f'all kernels: {new}, recorded {old}')
   nothing = {'bytes': 0, 'hidden_bytes': 0}
   for row in {**before['sent'], **now['sent']}:
@@ -97,7 +105,9 @@ def test_one_more_kernel_per_layer_is_a_difference():
   now = copy.deepcopy(before)
   kernels = before['traffic']['kernels']
   now['traffic']['kernels'] += 32
-  assert problems(now, before) == [f'all kernels: {kernels + 32}, recorded {kernels}']
+  assert problems(now, before, num_layers=32) == [
+    f'all kernels: {kernels + 32}, recorded {kernels}'
+  ]
 
 
 def check_sends_what_the_partitioner_asked_for(step: CompiledStep) -> None:
@@ -133,7 +143,8 @@ def test_a_step_needs_calls_and_sends_what_was_recorded(case, request):
   assert case.name in before, (
     f'it compiles, but jax {jax.__version__} has no figures: run again with --update_golden'
   )
-  assert problems(now, before[case.name]) == []
+  num_layers = config_of(case.config().model).num_layers
+  assert problems(now, before[case.name], num_layers=num_layers) == []
 
 
 @pytest.mark.skipif(

@@ -34,7 +34,7 @@ STEP = """HloModule jit_train_step, is_scheduled=true
   %i = s32[] get-tuple-element(%state), index=0
   %x = f32[8,16]{1,0} get-tuple-element(%state), index=1
   %sum = f32[8,16]{1,0} fusion(%x, %x), kind=kLoop, calls=%add
-  %product = f32[8,16]{1,0} custom-call(%sum, %sum), custom_call_target="__cublas$gemm"
+  %product = f32[8,16]{1,0} custom-call(%sum, %sum), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
   %copy = f32[8,16]{1,0} copy(%product)
   ROOT %next = (s32[], f32[8,16]) tuple(%i, %copy)
 }
@@ -66,6 +66,7 @@ def test_slices_and_updates_in_place_touch_only_their_part_and_loops_count_each_
   updated = ARRAY + INDEX + ARRAY
   assert traffic(kernel_traffic(STEP)) == Traffic(
     kernels=2 * 3 + 2,
+    matmul_flops=2 * (2 * 8 * 16 * 16),
     matmul_bytes=2 * 3 * ARRAY,
     other_bytes=2 * (added + copied) + sliced + updated,
     copied_bytes=2 * copied,

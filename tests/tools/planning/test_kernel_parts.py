@@ -13,9 +13,9 @@ BACKWARD = 'jit(train_step)/shard_map/transpose(jvp())/while/body'
 LAYER = f'{BACKWARD}/closed_call/checkpoint/TransformerLayer'
 
 
-def kernel(name, dtype='bf16', *, opcode='fusion', num_bytes=100, multiplies=False):
+def kernel(name, dtype='bf16', *, opcode='fusion', num_bytes=100, kind=None):
   instruction = Instruction('kernel', opcode, (Array(dtype, (8, 16)),), (), '')
-  return KernelTraffic(instruction, name, multiplies, 2, num_bytes)
+  return KernelTraffic(instruction, name, kind, 2, num_bytes)
 
 
 def part_of(found, *known, dtype='bfloat16'):
@@ -72,7 +72,7 @@ def test_a_model_in_float32_stores_activations_in_float32():
 def test_the_two_largest_kernels_of_a_part_are_named_and_all_bytes_count():
   names = {'mul': 300, 'add': 200, 'sub': 100}
   kernels = [kernel(f'{LAYER}/mlp/{name}', num_bytes=size) for name, size in names.items()]
-  kernels.append(kernel(f'{LAYER}/mlp/dot', num_bytes=900, multiplies=True))
+  kernels.append(kernel(f'{LAYER}/mlp/dot', num_bytes=900, kind='gemm'))
   work = [
     Work(part=parts.ELEMENTWISE, kind='memory', num_bytes=500.0),
     Work(part=parts.OPTIMIZER, kind='memory', num_bytes=50.0),
