@@ -4,8 +4,10 @@
     found.best('bfloat16').variant
 
 Compiled variants correct the formulas of related ones. The search of a precision ends when no other
-variant promises a faster step, or after `limit` compiles. `search_text` and `search_json` show the
-variants; `gin_text` gives the best one as a gin file, with the reason for each choice.
+variant promises a faster step, or after `limit` compiles. Without a loop over layers, a step takes
+minutes to compile: the search predicts the best variant without one by formula alone.
+`search_text` and `search_json` show the variants; `gin_text` gives the best one as a gin file, with
+the reason for each choice.
 """
 
 import concurrent.futures
@@ -198,9 +200,15 @@ def search(
         if (score := found.best(dtype))
       ]
       say(f'{len(found.compiled)} variants compiled{"".join(best)}')
+    found.scores += filter(None, pool.map(workers.without_loop, _best_of_each(found)))
     if given:
       found.given = given.result()
   found.seconds, found.is_complete = time.monotonic() - begin, True
+
+
+def _best_of_each(found: SearchState) -> list[Score]:
+  dtypes = dict.fromkeys(score.variant.dtype for score in found.scores)
+  return [score for dtype in dtypes if (score := found.best(dtype))]
 
 
 def _score_all(
@@ -349,7 +357,8 @@ def _words(score: Score) -> str:
 
 def _remat_words(variant: Variant) -> str:
   full = variant.full_remat_layers
-  return (variant.remat_policy or '') + (f' ({full} layers full)' if full else '')
+  words = (variant.remat_policy or '') + (f' ({full} layers full)' if full else '')
+  return words + (', no loop' if variant.scan_unroll else '')
 
 
 _SCALED_RATE = (
@@ -404,6 +413,12 @@ def gin_text(
   of_model = config_of(given.model)
   if of_model and v.full_remat_layers not in (None, of_model.full_remat_layers):
     lines.append(f'config.TransformerConfig.full_remat_layers = {v.full_remat_layers}')
+  unrolled = _others(found, best, 'scan_unroll')
+  lines += _comment(
+    'No loop over layers (TransformerConfig.scan_unroll), slow to compile', unrolled
+  )
+  if v.scan_unroll:
+    lines.append(f'config.TransformerConfig.scan_unroll = {v.scan_unroll}')
   if v.loss_chunks:
     lines += [
       '',

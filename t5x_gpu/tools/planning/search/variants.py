@@ -33,6 +33,9 @@ _MOST_REPEATS = 8
 # Smallest number of a row's positions on a device under `context`.
 _LEAST_LENGTH = 2048
 
+# Parameters of TransformerConfig that variants differ in.
+_OF_MODEL = ('remat_policy', 'dtype', 'loss_chunks', 'full_remat_layers', 'scan_unroll')
+
 # (parameter of Partitioner, value) for all values that differ from the default
 Layout = tuple[tuple[str, Setting], ...]
 
@@ -44,7 +47,8 @@ class Variant:
   Attributes:
     layout: parameters of Partitioner.
     num_microbatches: microbatches of gradient accumulation.
-    remat_policy, dtype, loss_chunks, full_remat_layers: of the model; None for the run's own.
+    remat_policy, dtype, loss_chunks, full_remat_layers, scan_unroll: of the model; None for the
+      run's own.
   """
 
   layout: Layout
@@ -53,14 +57,11 @@ class Variant:
   dtype: Optional[str] = None
   loss_chunks: Optional[int] = None
   full_remat_layers: Optional[int] = None
+  scan_unroll: Optional[int] = None
 
   def applied(self, config: PlanConfig) -> PlanConfig:
     """Returns the run `config`, computed as this variant."""
-    of_model = {
-      name: value
-      for name in ('remat_policy', 'dtype', 'loss_chunks', 'full_remat_layers')
-      if (value := getattr(self, name)) is not None
-    }
+    of_model = {name: value for name in _OF_MODEL if (value := getattr(self, name)) is not None}
     return dataclasses.replace(
       config,
       partitioner=Partitioner(

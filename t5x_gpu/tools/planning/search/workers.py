@@ -20,6 +20,7 @@ from t5x_gpu.tools.planning.devices import simulated_devices
 from t5x_gpu.tools.planning.formulas.step_shape import step_shape
 from t5x_gpu.tools.planning.gpu_targets import find_target
 from t5x_gpu.tools.planning.prediction import PlanConfig, Planner, Prediction, predict
+from t5x_gpu.tools.planning.remedies import EQUAL
 from t5x_gpu.tools.planning.search.variants import (
   Layout,
   Variant,
@@ -129,6 +130,19 @@ class Worker:
     for chunks in fewer_chunks(self.config, shape.loss_chunks):
       yield self._score(program, dataclasses.replace(variant, loss_chunks=chunks))
 
+  def without_loop(self, score: Score) -> Optional[Score]:
+    """Returns a variant without a loop over layers; None if that is impossible or not faster."""
+    of_model = config_of(self.config.model)
+    if of_model is None or of_model.scan_unroll is not None:
+      return None
+    program = self.planner.program(score.variant.applied(self.config), self.topology)
+    layout = program.layout
+    if layout.pipeline is not None or layout.region.by_layer(score.variant.num_microbatches):
+      return None  # a stage's and a microbatch's layers run in a loop
+    variant = dataclasses.replace(score.variant, scan_unroll=of_model.num_layers)
+    found = self._score(program, variant)
+    return found if EQUAL * found.seconds < score.seconds else None
+
   def _score(self, program: Program, variant: Variant) -> Score:
     config, planner = variant.applied(self.config), self.planner
     p = predict(program, config, gpu=planner.gpu, assumed=planner.assumed)
@@ -182,6 +196,11 @@ def _start(task: SearchTask) -> None:
 def scores(layout: Layout, num_microbatches: int) -> list[Score]:
   """Calls `Worker.scores` of the process."""
   return _worker.scores(layout, num_microbatches)
+
+
+def without_loop(score: Score) -> Optional[Score]:
+  """Calls `Worker.without_loop` of the process."""
+  return _worker.without_loop(score)
 
 
 def compiled(variant: Optional[Variant]) -> Prediction | str:

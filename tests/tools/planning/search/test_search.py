@@ -16,12 +16,13 @@ import pytest
 from t5x_gpu import cli, plan
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.devices import topology_of
 from t5x_gpu.tools.planning.remedies import SIZES
 from t5x_gpu.tools.planning.search import variants
 from t5x_gpu.tools.planning.search.search import SearchState, gin_text, search_text
 from t5x_gpu.tools.planning.search.variants import Variant
-from t5x_gpu.tools.planning.search.workers import Score
+from t5x_gpu.tools.planning.search.workers import Score, SearchTask, Worker
 from tests.aot.cases import Case
 from tests.helpers_train import TINY_GIN
 from tests.messages import raises
@@ -228,6 +229,41 @@ def test_of_equally_fast_variants_the_smaller_one_is_best():
   large, small = score(1.0, 90), score(1.004, 40, num_microbatches=2)
   smallest = score(1.02, 5, num_microbatches=4)
   assert SearchState(scores=[large, small, smallest]).best('bfloat16') is small
+
+
+def test_the_best_is_also_shown_without_its_loop_over_layers(config):
+  best, other = score(1.0), score(1.1, num_microbatches=2)
+  found = SearchState(scores=[best, other])
+  found.add(best, CompiledAs(1.2))
+  found.scores.append(score(0.95, scan_unroll=32))
+  assert found.best('bfloat16') is best  # the other one was not compiled
+  assert 'dots, no loop' in search_text(found, '8 x GPU')
+  text = gin_text(found, best, given=config, gpus='8 x GPU', files=['a.gin'])
+  assert (
+    '32: 1.14 s (-5.0%, by formula)' in text and 'config.TransformerConfig.scan_unroll' not in text
+  )
+  by_formula = SearchState(scores=[found.scores[-1], other])
+  text = gin_text(by_formula, found.scores[-1], given=config, gpus='8 x GPU', files=['a.gin'])
+  assert 'config.TransformerConfig.scan_unroll = 32' in text
+
+
+@pytest.mark.parametrize('dtype, is_faster', [('fp8', True), ('bfloat16', False)])
+def test_a_loop_is_left_out_where_the_formula_gains(dtype, is_faster):
+  case = Case(model='llama3_2_1b', layout='fsdp', batch=(64, 4096))
+  worker = Worker(
+    SearchTask(lambda: (case.config(), Assumptions()), 'h100', Topology(1, 8), Assumptions())
+  )
+  layout = (('data', 1), ('fsdp', 8))
+  plain = next(
+    s
+    for s in worker.scores(layout, 1)
+    if (s.variant.remat_policy, s.variant.dtype) == ('dots' if is_faster else 'none', dtype)
+  )
+  found = worker.without_loop(plain)
+  assert (found is not None) == is_faster
+  if found is not None:
+    assert found.variant == dataclasses.replace(plain.variant, scan_unroll=16)
+    assert found.seconds < 0.97 * plain.seconds and found.needed_bytes <= plain.needed_bytes
 
 
 def test_fp8_is_shown_and_not_chosen(config):
