@@ -94,7 +94,7 @@ CASES = (
   _llama('cp'),
   _llama('fsdp', model='llama3_8b', rows=8),
   _llama('hsdp', model='llama3_8b', hosts=8, rows=64),
-  # Other models, beside MaxText's in docs/performance.md.
+  # Other models of the comparison with MaxText in docs/performance.md.
   _llama('fsdp', model='qwen3_1_7b'),
   _llama('fsdp', model='gemma2_2b'),
   *(
