@@ -250,20 +250,6 @@ TABLE: tuple[XlaSetting, ...] = (
     _XLA_PROTO,
   ),
   _overlap(
-    'xla_gpu_threshold_for_windowed_einsum_mib',
-    0,
-    'Splits a matmul and its all-gather or reduce-scatter into pieces that overlap, at any size.',
-    _TOOLBOX,
-    axes=('model',),
-  ),
-  _overlap(
-    'xla_gpu_multi_streamed_windowed_einsum',
-    True,
-    'Runs the pieces of such a matmul on several streams.',
-    _TOOLBOX,
-    axes=('model',),
-  ),
-  _overlap(
     'xla_gpu_experimental_pipeline_parallelism_opt_level',
     'PIPELINE_PARALLELISM_OPT_LEVEL_ENABLE',
     'Sends activations to the next stage while this one computes.',

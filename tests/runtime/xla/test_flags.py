@@ -307,10 +307,10 @@ def test_a_gather_inside_a_host_is_that_of_a_layer_where_it_is_one_layer_ahead()
 
 def test_mesh_and_model_refine_the_options_later():
   applied = prepare_environment('max_overlap', gpu='h200', num_hosts=4, environ={})
-  refined = flags_lib.refine(applied, mesh_axes=('model',), layer_bytes=300 * 2**20)
+  refined = flags_lib.refine(applied, mesh_axes=('stage',), layer_bytes=300 * 2**20)
   assert refined.compile_options[OPTION] == 300 * 2**20
   assert applied.compile_options[OPTION] == presets.LEAST_COMBINED_BYTES
-  assert 'xla_gpu_multi_streamed_windowed_einsum' in (
+  assert 'xla_gpu_experimental_pipeline_parallelism_opt_level' in (
     refined.compile_options.keys() - applied.compile_options.keys()
   )
   assert refined.env == applied.env
