@@ -244,7 +244,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     store=coordination_store(),
   ) as watchdog:
     logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
-    programs.start_cache(jax.default_backend(), environ=os.environ)
+    programs.start_cache(jax.default_backend(), num_devices=jax.device_count(), environ=os.environ)
     introduce(
       run, loaded, cluster, xla, gin_files=args.gin_files, gin_search_paths=args.gin_search_paths
     )

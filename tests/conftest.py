@@ -105,11 +105,14 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope='session', autouse=True)
 def shared_folder(tmp_path_factory):
-  """A folder of all workers of this session (tests/helpers_layouts.py)."""
+  """A folder of all workers of this session (tests/helpers_layouts.py).
+
+  It also takes what runs keep in the user's ~/.cache, such as compiled programs.
+  """
   base = tmp_path_factory.getbasetemp()
-  os.environ['T5X_GPU_TESTS_SHARE'] = str(
-    base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base
-  )
+  share = base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base
+  os.environ['T5X_GPU_TESTS_SHARE'] = str(share)
+  os.environ['XDG_CACHE_HOME'] = str(share / 'cache')
 
 
 @pytest.fixture(autouse=True)

@@ -33,8 +33,9 @@ def main() -> int:
   args = parser.parse_args()
   (part,) = (part for part in PARTS if part.name == args.part)
   rows: list[Row] = []
-  # The folder is the runner's, in the environment; this counts what is read from it.
-  programs.start_cache('cpu' if args.small else 'gpu', environ=os.environ)
+  if not args.small:  # small parts keep nothing of their own
+    # The folder is the runner's, in the environment; this counts what is read from it.
+    programs.start_cache('gpu', num_devices=part.num_gpus, environ=os.environ)
   try:
     options = dict(part.options, small=args.small)
     if part.is_our_step:

@@ -695,8 +695,8 @@ def check_cache() -> None:
   """Raises ConfigError if there is no folder for compiled programs."""
   if programs.cache_folder() is None:
     raise ConfigError(
-      '--precompile needs a folder for compiled programs, and there is none: on CPU it is off '
-      'unless you set it.',
+      '--precompile needs a folder for compiled programs, and there is none: on several CPU '
+      'devices it is off unless you set it.',
       fix='Set the environment variable JAX_COMPILATION_CACHE_DIR to a folder, and leave '
       'JAX_ENABLE_COMPILATION_CACHE unset.',
       docs='performance.md#start',

@@ -21,7 +21,7 @@ def main(address: str, index: int) -> None:
   distributed.join(
     cluster.detect(os.environ, coordinator_address=address, process_count=2, process_index=index)
   )
-  programs.start_cache(jax.default_backend(), environ=os.environ)
+  programs.start_cache(jax.default_backend(), num_devices=jax.device_count(), environ=os.environ)
   mesh = jax.make_mesh((4,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
   x = jax.make_array_from_callback(
     (4,), jax.NamedSharding(mesh, jax.P('data')), lambda rows: np.arange(4.0)[rows]

@@ -1,9 +1,12 @@
 """Compiled programs: the cache of earlier starts, kept by JAX in a folder of the user, and errors.
 
-On GPUs the cache is on. On CPU it is on only if the user has set JAX_COMPILATION_CACHE_DIR, because
-jax 0.10.2 deadlocks there when it reads programs with several mesh axes.
-JAX_ENABLE_COMPILATION_CACHE=false turns it off. Errors of the folder are warnings: JAX then
-compiles. `compile_errors` turns a step that cannot be compiled into an error for users.
+On GPUs and on one CPU device the cache is on. On several CPU devices it is on only if the user has
+set JAX_COMPILATION_CACHE_DIR, because jax 0.10.2 deadlocks there when it reads programs with
+several mesh axes. JAX_ENABLE_COMPILATION_CACHE=false turns it off. Errors of the folder are
+warnings: JAX then compiles. `compile_errors` turns a step that cannot be compiled into an error for
+users.
+
+Machines with different CPUs may share the folder: JAX's keys contain the instruction sets.
 
 All processes must find the same programs. On GPUs they compile together: each tunes a part of the
 kernels, and waits up to 24 hours for the others (XLA's xla/backends/autotuner/autotuner.cc). One
@@ -44,17 +47,19 @@ def default_folder(environ: Mapping[str, str]) -> pathlib.Path:
   return pathlib.Path(base, 't5x_gpu', 'xla')
 
 
-def start_cache(platform: str, *, environ: Mapping[str, str]) -> None:
+def start_cache(platform: str, *, num_devices: Optional[int], environ: Mapping[str, str]) -> None:
   """Turns the cache on if it is safe, and starts counting its hits; call it before any compile.
 
   All processes must call it.
 
   Args:
     platform: platform of the devices, 'gpu' or 'cpu'.
+    num_devices: number of devices of all processes; None if unknown.
     environ: os.environ.
   """
   global _is_listening
-  if cache_folder() is None and platform == 'gpu' and jax.config.jax_enable_compilation_cache:
+  is_safe = platform == 'gpu' or num_devices == 1
+  if cache_folder() is None and is_safe and jax.config.jax_enable_compilation_cache:
     wanted = default_folder(environ)
     problem = _problem_with(wanted)
     if problem:

@@ -1,6 +1,9 @@
 """Several processes use compiled programs of an earlier start only if all find them."""
 
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
 
@@ -36,3 +39,29 @@ def test_folders_that_are_not_shared_are_not_used(tmp_path):
   assert 'process 1 (' in warning and f'writes to {tmp_path / "here"}' in warning
   assert 'JAX_COMPILATION_CACHE_DIR' in warning and not second['warnings']
   assert not [name for _, _, names in os.walk(tmp_path) for name in names]
+
+
+# What jax's keys contain of the devices (cache_key.get).
+OF_DEVICES = """
+import hashlib
+import jax
+import numpy as np
+from jax._src import cache_key
+found = hashlib.sha256()
+cache_key._hash_accelerator_config(found, np.array(jax.devices()))
+print(found.hexdigest())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(platform.machine() != 'x86_64', reason='the flag is about x86')
+def test_keys_contain_the_instruction_sets_of_the_cpu():
+  """So machines with different CPUs may share the folder of a home."""
+
+  def of_devices(flags: str) -> str:
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': flags}
+    return subprocess.check_output([sys.executable, '-c', OF_DEVICES], env=env, text=True)
+
+  avx2, sse = (of_devices(f'--xla_cpu_max_isa={name}') for name in ('AVX2', 'SSE4_2'))
+  assert avx2 != sse
+  assert of_devices('--xla_cpu_max_isa=AVX2 --xla_backend_optimization_level=0') == avx2
