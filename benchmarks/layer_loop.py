@@ -56,7 +56,7 @@ def measure(case: Case, unroll: int) -> dict[str, float]:
   shape = SHAPES[case.shape]
   if case.remat_policy:
     shape = dataclasses.replace(shape, remat_policy=case.remat_policy)
-  shape = dataclasses.replace(shape, config={**shape.config, 'scan_unroll': unroll})
+  shape = dataclasses.replace(shape, scan_unroll=unroll)
   run = run_of(model_of(shape, case.precision), shape, shape.rows[0])
   start = time.process_time()
   compiled = compile_step(run, described_gpus('h200', gpus_per_host=1))

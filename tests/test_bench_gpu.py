@@ -21,17 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import published
 from benchmarks.gpu import __main__, attention, report, torch_parts, tuning
 from benchmarks.gpu import step as step_lib
 from benchmarks.gpu.parts import PARTS, Missing, Part, Skipped
 from benchmarks.gpu.planned import planned
-from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.shapes import LOOPS, SHAPES
 from benchmarks.gpu.timing import time_calls
 from t5x_gpu.layers import grouped_matmul
 from t5x_gpu.layers.backends.choose import Hardware, choose
 from t5x_gpu.layers.backends.tokamax_internals import library, listed_untuned
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.xla import flags
+from t5x_gpu.runtime.xla.presets import select
 from t5x_gpu.tools.planning import assumptions
 from t5x_gpu.tools.planning.gpu_targets import find_target, kernels_for
 
@@ -203,7 +206,7 @@ def test_pytorch_times_a_model_with_as_many_parameters(name):
 @pytest.mark.parametrize(
   'name, path, differs',
   [
-    ('gpt2_xl', 'gpt2_xl', {'vocab_size', 'remat_policy'}),
+    ('gpt2_xl', 'gpt2_xl', {'vocab_size', 'remat_policy', 'scan_unroll'}),
     ('bert_large', 'bert_large', {'vocab_size'}),
     ('t5_large', 't5_1_1_large', set()),
     ('llama3_2_1b', 'llama3_2_1b', {'rope'}),
@@ -223,6 +226,15 @@ def test_models_are_those_of_the_gin_files(name, path, differs):
   fields = TransformerConfig.__dataclass_fields__
   different = {f for f in fields if getattr(ours, f) != getattr(theirs, f)}
   assert {f for f in different if 'dropout' not in f} == differs
+
+
+def test_gpt2_xl_runs_its_layers_as_the_prediction_for_published_runs():
+  shape = SHAPES['gpt2_xl']
+  expected = {f'REMAT_POLICY = {shape.remat_policy!r}'}
+  expected.add(f'TransformerConfig.scan_unroll = {shape.scan_unroll}')
+  assert shape.scan_unroll == shape.config['num_layers'] and expected < {*published.GPT2_XL}
+  [run] = (run for run in published.RUNS if run.name == 'GPT-2 XL, PyTorch')
+  assert run.ours.batch == (shape.rows[0], shape.length)
 
 
 def test_the_choice_of_auto_is_marked_and_pytorch_is_next_to_it():
@@ -424,6 +436,72 @@ def test_options_of_a_pipeline_are_compared_with_the_preset():
   assert f'| pipeline options of max_overlap {end}' in table
 
 
+@pytest.mark.slow
+def test_options_of_a_full_gpu_are_compared_with_the_preset():
+  changes = step_lib.OPTIONS_OF_A_FULL_GPU
+  rows = list(step_lib.measure_options('llama3_8b', 'bfloat16', kind='full', small=True))
+  assert [row['options'] for row in rows] == ['as the preset', *changes]
+  assert {row.get('error') for row in rows} == {None}
+  assert all(row['losses'] == pytest.approx(rows[0]['losses'], rel=1e-5) for row in rows)
+  table = report.table({'options_full_llama3_8b_bf16': result(*rows)})
+  for label in ('as the preset', *changes):
+    assert f'| {label} | llama3_8b | bfloat16 | fsdp | 8 | 16 x 16 |' in table
+
+
+def test_a_step_that_fills_the_gpu_takes_the_most_rows_that_fit(monkeypatch):
+  asked = []
+
+  def largest(shape, model, rows, *_, change=None, **__):
+    asked.append((rows, model.config.remat_policy))
+    return step_lib.Timed({'rows': 32, 'seconds': 1.0}, lambda: None)
+
+  monkeypatch.setattr(step_lib, '_largest', largest)
+  list(step_lib.measure_options('llama3_8b', 'bfloat16', kind='full'))
+  first, second = asked
+  assert first == ([80, 64, 48, 32, 24, 16, 8], 'dots') and second == ([32], 'dots')
+
+
+def test_the_slop_factor_of_the_preset_is_switched_off():
+  name = 'xla_gpu_memory_limit_slop_factor'
+  preset = dict(select('default', gpu='h100').compile_options)
+  [change] = step_lib.OPTIONS_OF_A_FULL_GPU.values()
+  assert preset[name] == 300 and change(preset) == preset | {name: 95}
+
+
+def test_max_overlap_splits_the_matmuls_of_tensor_parallelism():
+  [change] = step_lib.OPTIONS_OF_TP_SP.values()
+  changed = change({'xla_gpu_autotune_level': 4})
+  assert changed['xla_gpu_threshold_for_windowed_einsum_mib'] == 0
+  assert changed['xla_gpu_multi_streamed_windowed_einsum'] is True
+  assert changed['xla_gpu_autotune_level'] == 4
+  mesh = dict(gpu='h100', num_gpus=8, mesh_axes=('model',))
+  default, overlapped = (
+    flags.compile_options(select(name, **mesh)) for name in ('default', 'max_overlap')
+  )
+  assert change(default) == overlapped
+
+
+@pytest.mark.slow
+def test_layers_in_a_loop_are_compared_with_layers_without_one(monkeypatch):
+  unrolls, model_of = [], step_lib.model_of
+
+  def noted(shape, precision):
+    unrolls.append(shape.scan_unroll)
+    return model_of(shape, precision)
+
+  monkeypatch.setattr(step_lib, 'model_of', noted)
+  rows = list(step_lib.measure_loops(small=True))
+  assert unrolls == [1, 2] * len(LOOPS) and {row.get('error') for row in rows} == {None}
+  for loop, without in zip(rows[::2], rows[1::2]):
+    assert loop['losses'] == pytest.approx(without['losses'], rel=1e-3)
+  table = report.table({'loops': result(*rows)})
+  for case in LOOPS:
+    words = f'| {case.shape} | {case.remat_policy} | {case.precision} | fsdp | 8 | '
+    for layers, milliseconds in zip(('in a loop', 'without a loop'), case.compiled):
+      [line] = (line for line in table.splitlines() if line.startswith(f'| {layers} {words}'))
+      assert line.endswith(f'| {milliseconds} |')
+
+
 def test_sends_of_a_pipeline_overlap_with_the_options_of_max_overlap():
   change = step_lib.OPTIONS_OF_A_PIPELINE['pipeline options of max_overlap']
   before = {'xla_disable_hlo_passes': 'rematerialization', 'xla_gpu_autotune_level': 4}
@@ -435,7 +513,14 @@ def test_sends_of_a_pipeline_overlap_with_the_options_of_max_overlap():
 
 
 @pytest.mark.parametrize(
-  'changes', [step_lib.OPTIONS, step_lib.OPTIONS_OF_SEVERAL, step_lib.OPTIONS_OF_A_PIPELINE]
+  'changes',
+  [
+    step_lib.OPTIONS,
+    step_lib.OPTIONS_OF_SEVERAL,
+    step_lib.OPTIONS_OF_A_PIPELINE,
+    step_lib.OPTIONS_OF_TP_SP,
+    step_lib.OPTIONS_OF_A_FULL_GPU,
+  ],
 )
 def test_xla_knows_the_options(changes):
   newer = ('xla_gpu_enable_pdl_launch',)  # jax 0.11
@@ -619,7 +704,7 @@ def test_a_plan_that_fails_costs_its_own_fields_only(planned_step):
 def test_the_docs_say_how_many_calls_the_limits_allow():
   calls = math.ceil(sum(part.limit_seconds for part in PARTS) / __main__.SECONDS)
   text = ' '.join((ROOT / 'docs/performance.md').read_text().split())
-  assert calls == 19 and 'nineteen calls if every part reaches its limit' in text
+  assert calls == 21 and 'twenty-one calls if every part reaches its limit' in text
 
 
 # Parts that differ from others in sizes alone, which `--small` makes equal.

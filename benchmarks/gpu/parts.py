@@ -43,10 +43,12 @@ class Part:
   tokamax: str = ''
 
 
-def _ours(shape: str, precision: str = 'bfloat16') -> Part:
+def _ours(shape: str, precision: str = 'bfloat16', *, limit_seconds: int = 150) -> Part:
   options = {'name': shape, 'precision': precision}
   short = {'bfloat16': 'bf16', 'fp8': 'fp8'}[precision]
-  return Part(f'{shape}_{short}', 150, 'step:measure', options, is_our_step=True, tokamax='uses')
+  return Part(
+    f'{shape}_{short}', limit_seconds, 'step:measure', options, is_our_step=True, tokamax='uses'
+  )
 
 
 def _on_all_gpus(shape: str) -> Part:
@@ -65,7 +67,7 @@ def _on_all_gpus(shape: str) -> Part:
 def _options(
   shape: str, precision: str = 'bfloat16', *, kind: str = 'one', limit_seconds: int = 250
 ) -> Part:
-  where = {'one': '', 'fsdp': 'gpus_', 'pipeline': 'pipeline_'}[kind]
+  where = {'one': '', 'fsdp': 'gpus_'}.get(kind, f'{kind}_')
   short = {'bfloat16': 'bf16', 'fp8': 'fp8'}[precision]
   return Part(
     f'options_{where}{shape}_{short}',
@@ -125,6 +127,8 @@ PARTS = (
   _options('decoder_1.3b_2048', kind='fsdp'),
   _options('decoder_1.3b_2048', 'fp8', kind='fsdp'),
   _options('decoder_1.3b_2048', kind='pipeline', limit_seconds=200),
+  _options('llama3_8b', kind='full', limit_seconds=400),
+  Part('loops', 500, 'step:measure_loops', is_our_step=True, num_gpus=None, tokamax='uses'),
   _traffic('llama3_8b', limit_seconds=500),
   _traffic('1b', 'llama3_2_1b', 'qwen3_1_7b'),
   _tunes('gemma2_2b'),
@@ -139,11 +143,11 @@ PARTS = (
   Part('loss', 150, 'loss:measure'),
   Part('loss_torch', 100, 'torch_parts:measure_loss'),
   _tunes('models', 'decoder_134m', 'gpt2_xl', 'bert_large', 't5_large'),
-  *(
-    make(shape)
-    for shape in ('decoder_134m', 'gpt2_xl', 'bert_large', 't5_large')
-    for make in (_ours, _torch)
-  ),
+  _ours('decoder_134m'),
+  _torch('decoder_134m'),
+  _ours('gpt2_xl', limit_seconds=250),  # 48 layers without a loop compile for a minute, twice
+  _torch('gpt2_xl'),
+  *(make(shape) for shape in ('bert_large', 't5_large') for make in (_ours, _torch)),
   _on_all_gpus('decoder_134m'),
   _torch('decoder_1.3b_2048', 'whole'),
   _torch('gpt2_xl', 'whole'),

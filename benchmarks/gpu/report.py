@@ -18,13 +18,14 @@ def line(name: str, result: Row) -> str:
 def table(results: Mapping[str, Row]) -> str:
   """Returns all tables; parts that did not finish are listed with the reason."""
   steps = _rows(results, *SHAPES)
-  traced = [*steps, *_rows(results, 'traffic'), *_presets(results)]
+  traced = [*steps, *_rows(results, 'traffic', 'loops'), *_presets(results)]
   blocks = [
     _head(results),
     _table(CEILINGS, _rows(results, 'ceilings')),
     _table(STEPS, _with_shares(steps, ceilings(results))),
     _table(PLANNED, [row for row in steps if 'plan' in row]),
     _table(TRAFFIC, _rows(results, 'traffic')),
+    _table(LOOPS, _rows(results, 'loops')),
     _table(KINDS, [k for row in traced for k in _kinds(row)]),
     _table(KERNELS, [k for row in traced for k in _slowest(row)]),
     _table(OPTIONS, _rows(results, 'options')),
@@ -186,7 +187,7 @@ def _kinds(row: Row) -> list[Row]:
 
 
 def _traced_step(row: Row) -> str:
-  words = (row['model'], row.get('remat_policy'), row['precision'], row.get('layout'))
+  words = (row['model'], *map(row.get, ('remat_policy', 'precision', 'layout', 'layers')))
   return ' '.join(filter(None, words))
 
 
@@ -257,6 +258,12 @@ TRAFFIC = {
   'as compiled GiB': _or_dash(lambda r: f'{r["plan"]["compiled_bytes"] / GIB:.3g}'),
   'note': _note,
 }
+# The steps of shapes.LOOPS.
+LOOPS = {
+  'layers': lambda r: r['layers'],
+  **{('step' if name == 'traffic of' else name): cell for name, cell in TRAFFIC.items()},
+}
+LOOPS['8 H100, as compiled, ms'] = lambda r: f'{r["compiled_for_h100_seconds"] * 1e3:.0f}'
 # Kinds of kernels, as in kernels.py.
 KIND_WORDS = {
   'gemm': 'matmuls',

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Optional
 
 # Sheared-LLaMA 1.3B (Xia et al. 2023): 1,345,423,360 parameters.
 _DECODER_1_3B = dict(
@@ -169,6 +169,7 @@ class Shape:
     rows: batch sizes, largest first; the first that fits into memory is timed.
     length: tokens of a row (of each of inputs and targets for 'encoder_decoder').
     remat_policy: of our step; PyTorch's stores everything.
+    scan_unroll: of our step; None for the default.
   """
 
   family: str
@@ -177,13 +178,15 @@ class Shape:
   length: int
   rope: bool = False
   remat_policy: str = 'none'
+  scan_unroll: Optional[int] = None
 
   def small(self) -> 'Shape':
     """Returns the same kind of model with sizes for a CPU."""
     length = min(self.length, 16)
     less = {'num_positions': 16, 'num_kv_heads': 1}
     config = {**self.config, **_SMALL, **{k: v for k, v in less.items() if self.config.get(k)}}
-    return dataclasses.replace(self, config=config, rows=(2,), length=length)
+    unroll = self.scan_unroll and min(self.scan_unroll, _SMALL['num_layers'])
+    return dataclasses.replace(self, config=config, rows=(2,), length=length, scan_unroll=unroll)
 
 
 SHAPES = {
@@ -195,7 +198,8 @@ SHAPES = {
   'qwen3_1_7b': Shape('decoder', _QWEN3_1_7B, (4, 2, 1), 4096, True),
   'gemma2_2b': Shape('decoder', _GEMMA2_2B, (4, 2, 1), 4096, True),
   'decoder_134m': Shape('decoder', _DECODER_134M, (32, 16, 8), 1024, rope=True),
-  'gpt2_xl': Shape('decoder', _GPT2_XL, (16, 8, 4), 1024, remat_policy='dots'),
+  # The default for 48 layers is a loop; without one the step is faster (benchmarks/published.py).
+  'gpt2_xl': Shape('decoder', _GPT2_XL, (16, 8, 4), 1024, remat_policy='dots', scan_unroll=48),
   'bert_large': Shape('encoder', _BERT_LARGE, (64, 32, 16), 512),
   't5_large': Shape('encoder_decoder', _T5_LARGE, (16, 8, 4), 512),
 }
@@ -213,3 +217,32 @@ TRAFFIC = {
   'bert_large': (16, (('none', 'bfloat16'), ('dots', 'bfloat16'))),
   't5_large': (8, (('none', 'bfloat16'), ('dots', 'bfloat16'))),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopCase:
+  """A step in `fsdp` over all GPUs, with its layers in a loop and without one.
+
+  Attributes:
+    shape: of SHAPES.
+    rows: per GPU.
+    remat_policy, precision: of the step.
+    compiled: as compiled for 8 H100 (docs/decisions.md, 2026-11-28), in a loop and without one:
+      milliseconds by plan.
+  """
+
+  shape: str
+  rows: int
+  remat_policy: str
+  precision: str
+  compiled: tuple[float, float]
+
+
+LOOPS = (
+  LoopCase('llama3_2_1b', 4, 'none', 'bfloat16', (310, 271)),
+  LoopCase('llama3_8b', 1, 'dots', 'fp8', (280, 269)),
+)
+
+# Rows per GPU of a step in `fsdp` with 'dots' that fills the memory: the first that fits. Each of
+# 8 H100 holds four rows of Llama-3 8B.
+FILLS = {'llama3_8b': (10, 8, 6, 4, 3, 2, 1)}

@@ -20,7 +20,7 @@ import jax
 from benchmarks.gpu.kernels import traced
 from benchmarks.gpu.parts import Missing, Row, Skipped
 from benchmarks.gpu.planned import planned
-from benchmarks.gpu.shapes import SHAPES, TRAFFIC, Shape
+from benchmarks.gpu.shapes import FILLS, LOOPS, SHAPES, TRAFFIC, Shape
 from benchmarks.gpu.timing import time_calls
 from t5x_gpu.compiled.kernels import count_kernels, fp8_lines
 from t5x_gpu.compiled.trace import read_trace, trace_file
@@ -64,6 +64,7 @@ def model_of(shape: Shape, precision: str) -> Model:
       dtype=precision,
       rope=RotaryEmbedding() if shape.rope else None,
       remat_policy=shape.remat_policy,
+      scan_unroll=shape.scan_unroll,
     )
   except ModelError as e:
     raise Missing(str(e).replace('\n', ' ')) from e
@@ -190,6 +191,12 @@ OPTIONS_OF_A_PIPELINE: dict[str, Callable[[Options], Options]] = {
 }
 
 
+_XLA_SLOP = {'xla_gpu_memory_limit_slop_factor': 95}  # XLA's own default
+OPTIONS_OF_A_FULL_GPU: dict[str, Callable[[Options], Options]] = {
+  'slop factor of 95%': lambda options: options | _XLA_SLOP
+}
+
+
 def measure_options(
   name: str,
   precision: str,
@@ -206,7 +213,8 @@ def measure_options(
   Args:
     name, precision, small, xla, results: as in `measure`.
     kind: 'one' GPU; 'fsdp' over all GPUs, with options about communication; 'pipeline' of all GPUs,
-      with options about the sends between its stages.
+      with options about the sends between its stages; 'full', `fsdp` with 'dots' and the most rows
+      of FILLS that fit, with options about memory.
   Raises:
     Skipped: another kind than 'one', on one GPU; 'pipeline' of an odd number of GPUs.
     Missing, OutOfMemoryError: as `measure`.
@@ -214,7 +222,10 @@ def measure_options(
   num_gpus = 1 if kind == 'one' else jax.local_device_count()
   if kind != 'one' and num_gpus < 2:
     raise Skipped('this machine has one GPU; these options are about several')
-  shape = SHAPES[name].small() if small else SHAPES[name]
+  shape = SHAPES[name]
+  if kind == 'full':
+    shape = dataclasses.replace(shape, rows=FILLS[name], remat_policy='dots')
+  shape = shape.small() if small else shape
   model, rows = model_of(shape, precision), [number * num_gpus for number in shape.rows]
   num_heads = shape.config['num_heads']
   layout, partitioner, changes = '', Partitioner(), OPTIONS
@@ -224,6 +235,9 @@ def measure_options(
   elif kind == 'pipeline':
     layout, partitioner = pipeline(num_gpus, num_heads)
     changes = OPTIONS_OF_A_PIPELINE
+  elif kind == 'full':
+    layout, partitioner = 'fsdp', layouts(num_gpus, num_heads)['fsdp']
+    changes = OPTIONS_OF_A_FULL_GPU
   where: Any = (partitioner, num_gpus)
   settings: Any = dict(small=small, xla=xla, results=results)
 
@@ -303,7 +317,7 @@ def measure_traffic(
     per_gpu, variants = TRAFFIC[name]
     for remat_policy, precision in variants:
       shape = SHAPES[name].small() if small else SHAPES[name]
-      shape = dataclasses.replace(shape, remat_policy=remat_policy)
+      shape = dataclasses.replace(shape, remat_policy=remat_policy, scan_unroll=None)
       rows = [n * num_gpus for n in dict.fromkeys(min(n, per_gpu) for n in shape.rows)]
       row: Row = {'model': name, 'precision': precision, 'remat_policy': remat_policy}
       row |= {'gpus': num_gpus, 'layout': 'fsdp' if num_gpus > 1 else ''}
@@ -315,6 +329,44 @@ def measure_traffic(
         yield row | _error(e)
         continue
       keep = _folder(results, name, precision, num_gpus, row['layout'], remat_policy)
+      yield from _with_kernels(row, timed, keep)
+
+
+def measure_loops(
+  *, small: bool = False, xla: Optional[Applied] = None, results: Optional[pathlib.Path] = None
+) -> Iterator[Row]:
+  """Yields the results of the steps of LOOPS, with layers in a loop and without one.
+
+  A step gets as many rows per GPU as there, or fewer if they do not fit. One that fails costs only
+  its own row.
+
+  Args:
+    small, xla, results: as in `measure`.
+  Raises:
+    Skipped: this machine has one GPU.
+  """
+  num_gpus = jax.local_device_count()
+  if num_gpus < 2:
+    raise Skipped('this machine has one GPU, where layers run without a loop by default')
+  for case in LOOPS:
+    shape = dataclasses.replace(SHAPES[case.shape], remat_policy=case.remat_policy)
+    shape = shape.small() if small else shape
+    rows = [n * num_gpus for n in dict.fromkeys(min(n, case.rows) for n in shape.rows)]
+    where = layouts(num_gpus, shape.config['num_heads'])['fsdp']
+    for layers, unroll, milliseconds in zip(
+      ('in a loop', 'without a loop'), (1, shape.config['num_layers']), case.compiled
+    ):
+      row: Row = {'model': case.shape, 'precision': case.precision, 'gpus': num_gpus}
+      row |= {'remat_policy': case.remat_policy, 'layout': 'fsdp', 'layers': layers}
+      row['compiled_for_h100_seconds'] = milliseconds / 1e3
+      try:
+        step = dataclasses.replace(shape, scan_unroll=unroll)
+        model = model_of(step, case.precision)
+        timed = _largest(step, model, rows, where, num_gpus, small=small, xla=xla, results=results)
+      except Exception as e:
+        yield row | _error(e)
+        continue
+      keep = _folder(results, case.shape, case.precision, num_gpus, case.remat_policy, layers)
       yield from _with_kernels(row, timed, keep)
 
 
