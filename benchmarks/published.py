@@ -75,12 +75,10 @@ _RECORD = _case(
   128,
   8192,
   FP8,
-  DOTS,
   OVERLAP,
   'NUM_MICROBATCHES = 16',
   "Partitioner.accumulate_by = 'microbatch'",
-  'TransformerConfig.loss_chunks = 1',
-  'TransformerConfig.scan_unroll = 32',
+  'TransformerConfig.loss_chunks = 2',
 )
 _RECORD_70B = _case(
   'llama3_70b',

@@ -113,9 +113,10 @@ def train_run(
       state, step = take_steps(live, state, stop=stop, watchdog=watchdog)
       log(goodput.summary())
       if stop.signal is not None and (step < run.total_steps or stop.interrupted):
+        is_saved = step in live.checkpointer.steps()
+        saved = f'saved {live.checkpointer.path(step)}' if is_saved else 'there is nothing to save'
         log(
-          f'Stopped by {stop.signal.name} at step {step}; saved {live.checkpointer.path(step)}. '
-          'The same command continues it.'
+          f'Stopped by {stop.signal.name} at step {step}; {saved}. The same command continues it.'
         )
         return stop.exit_code
       with goodput.phase('eval'):
@@ -156,7 +157,10 @@ def take_steps(
     if run.run_eval_before_training or live.evaluates_first:
       with watchdog.phase('eval'), recorder.timer.pause('eval'):
         try:
-          metrics = evaluate(step, state, all_parts=run.run_eval_before_training)
+          # An early stop ends with all evaluations.
+          metrics = evaluate(
+            step, state, all_parts=run.run_eval_before_training or run.early_stopping is not None
+          )
         except preemption.Stopped:
           log(f'The evaluation after step {step} was interrupted; the next start repeats it.')
       if metrics:
@@ -165,8 +169,7 @@ def take_steps(
     early_stop = EarlyStop(
       run.early_stopping, *run.eval_periods, folder=files.folder, first_step=step
     )
-    is_end = early_stop.is_due(step, metrics if live.evaluates_first else None)
-    last_step = step if is_end or live.evaluates_first and stop.interrupted else run.total_steps
+    last_step = step if stop.interrupted or early_stop.is_due(step) else run.total_steps
     for step in range(live.first_step + 1, last_step + 1):
       with profiler.step(step):
         with recorder.timer.input_wait():
@@ -199,8 +202,9 @@ def take_steps(
               is_last = is_end = True
               metrics = {**(metrics or {}), **evaluate(step, state, rest=True)}
           except preemption.Stopped:
-            log(f'The evaluation after step {step} was interrupted; the next start repeats it.')
-            metrics, is_last, is_end = {}, True, False
+            again = '; the next start repeats it' if run.repeats_evaluation(step) else ''
+            log(f'The evaluation after step {step} was interrupted{again}.')
+            metrics, is_last, is_end = {}, True, step == run.total_steps
           except Exception as e:  # a metric, a batch or a device failed: save the step first
             live.report_failed_evaluation(e, step)
             problem, is_last = e, True

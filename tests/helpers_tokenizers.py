@@ -64,16 +64,19 @@ class Tokenizer:
   encode: Callable[[str], Sequence[int]]
 
 
+def write_sentencepiece(path: pathlib.Path, **changed: Any) -> None:
+  """Trains a SentencePiece model; `changed` are settings of spm_train."""
+  settings = {'vocab_size': 48, 'hard_vocab_limit': False, 'minloglevel': 2}
+  with open(path, 'wb') as file:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter([' '.join(WORDS)] * 9), model_writer=file, **(settings | changed)
+    )
+
+
 def write_tokenizer(folder: pathlib.Path, kind: str) -> Tokenizer:
   """Writes the tokenizer of one of KINDS into `folder`; skips the test without its library."""
   if kind in SENTENCEPIECE:
-    settings = {'vocab_size': 48, 'hard_vocab_limit': False, 'minloglevel': 2}
-    with open(folder / 'sp.model', 'wb') as file:
-      sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([' '.join(WORDS)] * 9),
-        model_writer=file,
-        **(settings | SENTENCEPIECE[kind]),
-      )
+    write_sentencepiece(folder / 'sp.model', **SENTENCEPIECE[kind])
     own = sentencepiece.SentencePieceProcessor(model_file=str(folder / 'sp.model'))
     return Tokenizer('sentencepiece:{}/sp.model', own.encode)
   model, first, named = HUGGINGFACE[kind]

@@ -33,7 +33,6 @@ from t5x_gpu.layers.backends.choose import Hardware, choose
 from t5x_gpu.layers.backends.tokamax_internals import library, listed_untuned
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.xla import flags
 from t5x_gpu.runtime.xla.presets import select
 from t5x_gpu.tools.planning import assumptions
 from t5x_gpu.tools.planning.gpu_targets import find_target, kernels_for
@@ -468,19 +467,6 @@ def test_the_slop_factor_of_the_preset_is_switched_off():
   assert preset[name] == 300 and change(preset) == preset | {name: 95}
 
 
-def test_max_overlap_splits_the_matmuls_of_tensor_parallelism():
-  [change] = step_lib.OPTIONS_OF_TP_SP.values()
-  changed = change({'xla_gpu_autotune_level': 4})
-  assert changed['xla_gpu_threshold_for_windowed_einsum_mib'] == 0
-  assert changed['xla_gpu_multi_streamed_windowed_einsum'] is True
-  assert changed['xla_gpu_autotune_level'] == 4
-  mesh = dict(gpu='h100', num_gpus=8, mesh_axes=('model',))
-  default, overlapped = (
-    flags.compile_options(select(name, **mesh)) for name in ('default', 'max_overlap')
-  )
-  assert change(default) == overlapped
-
-
 @pytest.mark.slow
 def test_layers_in_a_loop_are_compared_with_layers_without_one(monkeypatch):
   unrolls, model_of = [], step_lib.model_of
@@ -518,7 +504,6 @@ def test_sends_of_a_pipeline_overlap_with_the_options_of_max_overlap():
     step_lib.OPTIONS,
     step_lib.OPTIONS_OF_SEVERAL,
     step_lib.OPTIONS_OF_A_PIPELINE,
-    step_lib.OPTIONS_OF_TP_SP,
     step_lib.OPTIONS_OF_A_FULL_GPU,
   ],
 )
@@ -704,7 +689,7 @@ def test_a_plan_that_fails_costs_its_own_fields_only(planned_step):
 def test_the_docs_say_how_many_calls_the_limits_allow():
   calls = math.ceil(sum(part.limit_seconds for part in PARTS) / __main__.SECONDS)
   text = ' '.join((ROOT / 'docs/performance.md').read_text().split())
-  assert calls == 21 and 'twenty-one calls if every part reaches its limit' in text
+  assert calls == 20 and 'twenty calls if every part reaches its limit' in text
 
 
 # Parts that differ from others in sizes alone, which `--small` makes equal.

@@ -13,6 +13,7 @@ import pathlib
 import re
 import signal
 import subprocess
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ import pytest
 
 from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.store import StateReader
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.metrics.logging_config import LoggingConfig
+from t5x_gpu.run.config import Run
 from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
 from t5x_gpu.storage.paths import as_path
 from tests import helpers_disk
@@ -386,6 +390,38 @@ def test_a_run_that_ended_and_starts_again_is_the_run_that_nothing_happened_to(
     assert not any(damaged(trial.model_dir, step) for step in trial.steps())
     left = [*trial.model_dir.glob('.removed_*'), *trial.model_dir.glob('checkpoint_*.*')]
     assert not left and not files_of_saves(trial.model_dir)
+
+
+def test_a_stop_during_the_evaluation_before_the_first_step_is_a_stop_before_it(tmp_path, warm):
+  trial = Trial(Project(tmp_path, warm=warm), Kind({'EVAL_PERIOD': 3}), {})
+  options = {'train.run_eval_before_training': True}
+  with trial.start(script=HELD_EVALUATION.format(number=1), **options) as run:
+    run.wait_for(run.held)
+    run.popen.send_signal(signal.SIGTERM)
+    run.wait_for(lambda: 'SIGTERM: finishing this step' in run.err)
+    run.let_go()
+    assert run.finish() == EXIT_PREEMPTED, run.err
+  assert 'Stopped by SIGTERM at step 0; there is nothing to save' in run.out
+  assert not trial.steps() and 'Traceback' not in run.err
+  with trial.start(**options) as run:
+    assert run.finish() == 0, run.err
+  assert list(trial.project.metrics('eval/loss')) == [0, 3, 6, 9]
+
+
+def test_an_evaluation_is_repeated_only_where_it_is_due_and_recorded():
+  data = DatasetConfig('t', {'targets': 8}, 'validation', 2)
+  run = types.SimpleNamespace(
+    train_eval_dataset_cfg=data,
+    infer_eval_dataset_cfg=None,
+    eval_periods=(3, None),
+    total_steps=10,
+    logging_cfg=LoggingConfig(),
+  )
+  assert [s for s in range(1, 11) if Run.repeats_evaluation(run, s)] == [3, 6, 9, 10]
+  run.logging_cfg = LoggingConfig(loggers=('terminal',))
+  assert not Run.repeats_evaluation(run, 3)
+  run.logging_cfg, run.train_eval_dataset_cfg = LoggingConfig(), None
+  assert not Run.repeats_evaluation(run, 10)
 
 
 @pytest.mark.slow

@@ -265,6 +265,21 @@ def test_infer_runs_the_file_when_asked_and_says_so(hostile, folder):
   assert both.code == 1 and 'Leave one of them out' in both.err
 
 
+@pytest.mark.parametrize(
+  'value, names',
+  [
+    ('my_tasks', ['my_tasks']),
+    ("'my.tasks'", ['my.tasks']),
+    ('["one", "two.tasks"]', ['one', 'two.tasks']),
+    ("('one',)", ['one', '']),
+    # A folder in a path is not a module.
+    ("'sentencepiece:evil/sp.model'", ['sentencepiece:evil/sp.model']),
+  ],
+)
+def test_only_whole_names_on_the_command_line_may_be_imported(value, names):
+  assert infer_request._items(value) == names
+
+
 def test_infer_works_without_a_task_given_a_vocabulary_and_prompts(hostile, folder):
   path = hostile(MIXTURE_OR_TASK_MODULE="'evil'")
   result = run_here(

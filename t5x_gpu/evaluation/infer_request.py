@@ -212,9 +212,7 @@ def read_request(
     ),
     is_run=is_run or is_job,
     # The user may name a module: --gin.MIXTURE_OR_TASK_MODULE=my_tasks
-    may_import=tuple(
-      name for binding in bindings for name in re.findall(r'[\w.]+', binding.partition('=')[2])
-    )
+    may_import=tuple(name for binding in bindings for name in _items(binding.partition('=')[2]))
     if as_data
     else None,
     distributed_cfg=run.distributed_cfg if run else DistributedConfig(),
@@ -253,6 +251,13 @@ def _dataset_of_job(setup: InferSetup, flags: argparse.Namespace) -> DatasetConf
       parameters=('DatasetConfig.task_feature_lengths',),
     )
   return dataclasses.replace(dataset, split=flags.split or dataset.split)
+
+
+def _items(value: str) -> list[str]:
+  """Returns the texts of a gin value: of a text, or of a list or tuple of texts."""
+  value = value.strip()
+  inside = value[1:-1].split(',') if value[:1] in ('[', '(') else [value]
+  return [item.strip(' \'"') for item in inside]
 
 
 def _with_vocabulary(

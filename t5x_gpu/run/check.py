@@ -190,7 +190,7 @@ def plan_run(
     **vars(checked),
     origin=origin,
     saved=start_from,
-    lacks_evaluation=_lacks_evaluation(start_from, model_dir),
+    lacks_evaluation=_lacks_evaluation(saved, run, model_dir),
   )
   if not plan.is_done:  # in the main thread, before `open_data` uses them in another
     opened, texts = _datasets(run)
@@ -198,14 +198,15 @@ def plan_run(
   return plan
 
 
-def _lacks_evaluation(saved: Optional[CheckpointMetadata], model_dir: ModelDir) -> bool:
+def _lacks_evaluation(saved: Optional[CheckpointMetadata], run: Run, model_dir: ModelDir) -> bool:
   """Returns `PlannedRun.lacks_evaluation`; the same on all processes."""
-  if saved is None or saved.manifest.get('metrics') != {}:
+  if saved is None or saved.manifest.get('metrics') != {} or not run.repeats_evaluation(saved.step):
     return False
   metrics, groups = model_dir.path / METRICS, tuple(f'{group}/' for group in EVALUATIONS)
   records: list[Optional[Record]] = []
-  if distributed.is_main_process() and metrics.is_file():
-    records = [parse_line(line) for line in metrics.read_bytes().splitlines()]
+  with distributed.errors_together():
+    if distributed.is_main_process() and metrics.is_file():
+      records = [parse_line(line) for line in metrics.read_bytes().splitlines()]
   return not distributed.broadcast_json(
     any(
       record is not None

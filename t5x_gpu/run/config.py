@@ -19,7 +19,7 @@ from t5x_gpu.config.gin_loader import LoadedConfig
 from t5x_gpu.config.gin_text import GinFiles
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.metrics.logging_config import LoggingConfig
+from t5x_gpu.metrics.logging_config import JSON_LINES, LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.run.early_stopping import EarlyStopping
 from t5x_gpu.run.export import ExportConfig
@@ -108,6 +108,17 @@ class Run(EvalConfig):
     return (
       self.train_eval_dataset_cfg and self.eval_period,
       self.infer_eval_dataset_cfg and self.infer_eval_period,
+    )
+
+  def repeats_evaluation(self, step: int) -> bool:
+    """Returns whether the start after an interrupted evaluation of `step` repeats it.
+
+    Without metrics.jsonl, it would not know that a start has repeated it.
+    """
+    datasets = (self.train_eval_dataset_cfg, self.infer_eval_dataset_cfg)
+    return self.logging_cfg.has(JSON_LINES) and any(
+      dataset is not None and (step == self.total_steps or bool(period) and step % period == 0)
+      for dataset, period in zip(datasets, self.eval_periods, strict=True)
     )
 
   def notes(self) -> Iterator[str]:

@@ -105,7 +105,8 @@ def open_data(plan: PlannedRun) -> RunData:
   source_files = open_sources(batches, as_path(plan.source), resumed=plan.continues_data)
   if plan.continues_data:
     resume_data(batches, data_state=saved.data_state, manifest=saved.manifest)
-  _rehearse_save(plan, batches)
+  if plan.saved is None or plan.saved.step < run.total_steps:
+    _rehearse_save(plan, batches)
   evaluations = open_evaluations(run, program, loss_required=needs_loss)
   for rule in ranked or [keep]:  # without a ranking, this checks the names of the metrics
     evaluations.rehearse(rule)

@@ -338,6 +338,15 @@ def test_a_task_without_its_cache_names_the_setting(open_data):
     of_two(split='train')
 
 
+def test_a_task_that_cannot_list_its_splits_may_have_any():
+  class NotPrepared:
+    @property
+    def splits(self):
+      raise ValueError('Task t_x has no splits')
+
+  assert task_lookup._may_have(NotPrepared(), 'train')
+
+
 def test_all_modules_that_a_configuration_names_are_imported(open_data, tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / 'imported_first.py').write_text('')

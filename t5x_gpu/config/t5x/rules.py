@@ -365,11 +365,15 @@ def _features(t: Translator, value: Any) -> Any:
   return NOT_WRITTEN
 
 
+# Packages that T5X's files import, and that register no tasks.
+_NOT_OF_TASKS = ('flax', 'flaxformer', 'gin', 'jax', 'optax', 'seqio', 'tensorflow')
+
+
 def _task_module(t: Translator, value: Any) -> Any:
   """Returns the module with the task: the named one, or all modules that the files import."""
   if value is not None:
     return value
-  modules = [m for m in t.files.modules if m.partition('.')[0] not in ('seqio', 'optax', 'gin')]
+  modules = [m for m in t.files.modules if m.partition('.')[0] not in _NOT_OF_TASKS]
   if not modules:
     return None
   return Value(modules[0] if len(modules) == 1 else modules, t.files.modules[modules[0]])

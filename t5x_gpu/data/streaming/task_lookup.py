@@ -278,12 +278,19 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
     )
 
 
+def _may_have(task: seqio.Task, split: str) -> bool:
+  try:
+    return split in task.splits
+  except Exception:  # a TensorFlow dataset that is not prepared
+    return True
+
+
 def _check_cached(task: TaskOrMixture, split: str) -> None:
   """Raises DataError if a task with the split reads SeqIO's cache and has none."""
   missing = [
     own_name(part.name)
     for part in seqio.get_subtasks(task)
-    if part.supports_caching and not part.cache_dir and split in part.splits
+    if part.supports_caching and not part.cache_dir and _may_have(part, split)
   ]
   if missing:
     folders = ', '.join(map(repr, seqio.utils.get_global_cache_dirs()))

@@ -23,7 +23,7 @@ from t5x_gpu.storage.json_schema import read_json
 from t5x_gpu.storage.user_paths import expanded_path
 
 # Usual names of the padding token, for tokenizers without a tokenizer_config.json.
-_PADDING = ('[PAD]', '<pad>', '<PAD>', '<|pad|>')
+PADDING = ('[PAD]', '<pad>', '<PAD>', '<|pad|>')
 # A runic letter, to see how a tokenizer encodes a letter that it does not know.
 _RARE = '\u16a0'
 _PARAMETERS = ('DatasetConfig.vocabulary',)
@@ -59,7 +59,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     size = self._tokenizer.get_vocab_size(with_added_tokens=True)
     # Some tokenizers have gaps between ids, so the size is the highest id plus one.
     self._own_size = max(size, 1 + max(self._tokenizer.get_vocab().values(), default=0))
-    padding = (self._named['pad_token'],) if 'pad_token' in self._named else _PADDING
+    padding = (self._named['pad_token'],) if 'pad_token' in self._named else PADDING
     is_free = self._tokenizer.id_to_token(0) in (None, *padding)
     self.zero_is_a_word = not is_free or self.eos_id == 0
 

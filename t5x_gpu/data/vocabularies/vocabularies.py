@@ -14,7 +14,7 @@ from typing import Optional, Union
 import numpy as np
 
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
+from t5x_gpu.data.vocabularies.huggingface import PADDING, HuggingFaceVocabulary
 from t5x_gpu.data.vocabularies.special_tokens import read_special_tokens
 from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.storage.user_paths import without_dots
@@ -215,15 +215,21 @@ def _check_folder(path: pathlib.Path, vocabulary: seqio.SentencePieceVocabulary)
   """
   named, declared, special = read_special_tokens(path.parent)
   pieces = vocabulary.tokenizer
-  unknown = {pieces.id_to_piece(pieces.unk_id()), named.get('unk_token'), named.get('pad_token')}
+  # Named tokens mark places, such as the end, and the model has its own for these.
+  in_no_text = {*named.values(), *PADDING, pieces.id_to_piece(pieces.unk_id())}
+
+  def is_split(token: str) -> bool:
+    number = pieces.piece_to_id(token)
+    return number == pieces.unk_id() or pieces.is_control(number)
+
   split = [
     token.text
     for token in (*declared, *special)
-    if token.text not in unknown
-    and pieces.piece_to_id(token.text) == pieces.unk_id()
+    if token.text not in in_no_text
     and not re.fullmatch(r'<extra_id_\d+>', token.text)  # DatasetConfig.extra_ids
+    and is_split(token.text)
   ]
-  end = named.get('eos_token')
+  end = named.get('eos_token') or None
   if split:
     problem = 'splits ' + ', '.join(map(repr, split[:8])) + (', ...' if split[8:] else '')
   elif end is not None and pieces.piece_to_id(end) != vocabulary.eos_id:

@@ -7,10 +7,11 @@ import pytest
 
 from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
 from t5x_gpu.errors import DataError
-from tests.helpers_tokenizers import write_tokenizer
+from tests.helpers_tokenizers import write_sentencepiece, write_tokenizer
 from tests.messages import raises
 
 pytestmark = pytest.mark.tf
+IMAGE = {'<image>': 288}
 NAMED = {'bos_token': '<s>', 'eos_token': '</s>', 'unk_token': '<unk>'}
 
 
@@ -29,6 +30,10 @@ def folder(tmp_path, model):
 
 def write(folder, name, content):
   (folder / name).write_text(json.dumps(content))
+
+
+def of(token, number):
+  return {str(number): {'content': token, 'special': True}}
 
 
 def test_tokens_that_the_files_next_to_it_add_are_not_split_in_silence(folder):
@@ -52,6 +57,16 @@ def test_tokens_that_the_files_next_to_it_add_are_not_split_in_silence(folder):
     named_vocabulary(name)
 
 
+def test_tokens_that_no_text_produces_are_split_too(tmp_path):
+  write_sentencepiece(tmp_path / 'tokenizer.model', control_symbols=['[INST]'])
+  name = f'sentencepiece:{tmp_path}/tokenizer.model'
+  size = named_vocabulary(name).vocab_size
+  write(tmp_path, 'tokenizer_config.json', {**NAMED, 'added_tokens_decoder': of('[INST]', 3)})
+  assert 3 < size
+  with raises(DataError):
+    named_vocabulary(name)
+
+
 def test_texts_do_not_end_with_another_token_than_the_named_one(folder):
   write(folder, 'tokenizer_config.json', {**NAMED, 'eos_token': {'content': '<s>'}})
   with raises(DataError):
@@ -64,6 +79,9 @@ def test_texts_do_not_end_with_another_token_than_the_named_one(folder):
     {'tokenizer_config.json': NAMED},
     # Llama 2 with padding; T5, whose sentinels DatasetConfig.extra_ids adds
     {'tokenizer_config.json': {**NAMED, 'pad_token': '[PAD]'}, 'added_tokens.json': {'[PAD]': 288}},
+    {'tokenizer_config.json': NAMED, 'added_tokens.json': {'<pad>': 288}},  # named <unk>, or null
+    {'tokenizer_config.json': {**NAMED, 'eos_token': '', 'bos_token': ''}},
+    {'tokenizer_config.json': {**NAMED, 'image_token': '<image>'}, 'added_tokens.json': IMAGE},
     {'special_tokens_map.json': {**NAMED, 'additional_special_tokens': ['<extra_id_0>']}},
   ],
 )

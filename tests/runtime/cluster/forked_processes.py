@@ -155,7 +155,7 @@ def stop(index: int, processes: list[dict]) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
       time.sleep(0.01 * (index + 1))
       x = f(x).block_until_ready()
-      if request.reached(step):
+      if request.reached():
         break
   tell(step=step, signal=request.signal and request.signal.name)
   return request.exit_code

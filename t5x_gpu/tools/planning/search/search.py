@@ -118,9 +118,14 @@ class SearchState:
     return score.variant not in self.refused and self.needed_bytes(score) <= score.pool_bytes
 
   def best(self, dtype: Optional[str]) -> Optional[Score]:
-    """Returns the fastest variant that fits: among the compiled ones, if there are any."""
+    """Returns the fastest variant that fits: among the compiled ones, if there are any.
+
+    Never one without a loop over layers that was only predicted: it may take minutes to compile.
+    """
     fitting = [s for s in self.scores if s.variant.dtype == dtype and self.fits(s)]
-    fitting = [s for s in fitting if s.variant in self.compiled] or fitting
+    fitting = [s for s in fitting if s.variant in self.compiled] or [
+      s for s in fitting if s.variant.scan_unroll is None
+    ]
     fastest = min(map(self.estimate, fitting), default=0.0)
     equal = [s for s in fitting if self.estimate(s) <= EQUAL * fastest]
     return min(equal, key=lambda s: (self.needed_bytes(s), self.estimate(s)), default=None)
@@ -417,8 +422,6 @@ def gin_text(
   lines += _comment(
     'No loop over layers (TransformerConfig.scan_unroll), slow to compile', unrolled
   )
-  if v.scan_unroll:
-    lines.append(f'config.TransformerConfig.scan_unroll = {v.scan_unroll}')
   if v.loss_chunks:
     lines += [
       '',

@@ -139,7 +139,9 @@ class Worker:
     layout = program.layout
     if layout.pipeline is not None or layout.region.by_layer(score.variant.num_microbatches):
       return None  # a stage's and a microbatch's layers run in a loop
-    variant = dataclasses.replace(score.variant, scan_unroll=of_model.num_layers)
+    encoder = getattr(self.config.model, 'num_encoder_layers', None) or 0
+    layers = max(of_model.num_layers, encoder)
+    variant = dataclasses.replace(score.variant, scan_unroll=layers)
     found = self._score(program, variant)
     return found if EQUAL * found.seconds < score.seconds else None
 
