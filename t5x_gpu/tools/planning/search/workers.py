@@ -139,8 +139,8 @@ class Worker:
     layout = program.layout
     if layout.pipeline is not None or layout.region.by_layer(score.variant.num_microbatches):
       return None  # a stage's and a microbatch's layers run in a loop
-    encoder = getattr(self.config.model, 'num_encoder_layers', None) or 0
-    layers = max(of_model.num_layers, encoder)
+    sizes = self.config.model.logical_sizes()
+    layers = max(sizes.get(name, 0) for name in ('layers', 'encoder_layers'))
     variant = dataclasses.replace(score.variant, scan_unroll=layers)
     found = self._score(program, variant)
     return found if EQUAL * found.seconds < score.seconds else None
