@@ -171,7 +171,7 @@ def run(part: Part, args: argparse.Namespace, results: Results, *, limit: float)
 def environment(args: argparse.Namespace) -> dict[str, str]:
   """Returns the variables of a part."""
   environ = dict(os.environ, JAX_PLATFORMS='cpu' if args.small else 'cuda', PYTHONUNBUFFERED='1')
-  if not args.small:  # small parts keep nothing
+  if not args.small:  # --small does not cache compiled programs
     # A part that is killed has tuned some of its kernels; the next call takes up there.
     environ.setdefault(COMPILED, str((args.out / 'compiled').resolve()))
   return environ

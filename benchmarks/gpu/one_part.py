@@ -33,7 +33,7 @@ def main() -> int:
   args = parser.parse_args()
   (part,) = (part for part in PARTS if part.name == args.part)
   rows: list[Row] = []
-  if not args.small:  # small parts keep nothing of their own
+  if not args.small:  # --small does not cache compiled programs
     # The folder is the runner's, in the environment; this counts what is read from it.
     programs.start_cache('gpu', num_devices=part.num_gpus, environ=os.environ)
   try:
