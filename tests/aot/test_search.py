@@ -12,7 +12,7 @@ from t5x_gpu.tools.planning.prediction import PlanConfig, Planner
 from t5x_gpu.tools.planning.remedies import EQUAL
 from t5x_gpu.tools.planning.search.search import SearchState, search, search_text
 from t5x_gpu.tools.planning.search.variants import Variant
-from t5x_gpu.tools.planning.search.workers import SearchTask
+from t5x_gpu.tools.planning.search.workers import SearchTask, Worker
 from tests.aot.cases import Case
 from tests.aot.marks import MARKS
 
@@ -79,11 +79,40 @@ def test_no_sampled_neighbor_of_the_best_is_faster(case):
     and score.needed_bytes <= score.pool_bytes
   ]
   assert found.given in found.compiled.values(), 'the current run'
-  works = [p for p in found.compiled.values() if p.dtype == 'bfloat16' and p.memory.fits]
-  fastest = min(p.seconds_per_step for p in works)
+  fastest = min(
+    p.seconds_per_step for v, p in found.compiled.items() if v.dtype == 'bfloat16' and p.fits
+  )
   assert found.estimate(best) <= EQUAL * fastest
   planner = Planner(find_target(case.gpu), Assumptions(), devices)
   for score in random.Random(0).sample(near, min(SAMPLED, len(near))):
     p = planner.silently(score.variant.applied(config), topology)
     print(f'{score.variant}: {p.seconds_per_step:.5g} s, the best {fastest:.5g} s')
     assert p.seconds_per_step * EQUAL >= fastest or not p.memory.fits
+
+
+def test_a_step_without_a_loop_is_as_fast_and_large_as_few_of_its_layers_say():
+  case = Case(
+    model='llama3_2_1b',
+    layout='fsdp',
+    batch=(64, 2048),
+    bindings=(
+      "REMAT_POLICY = 'none'",
+      'TransformerConfig.num_layers = 24',
+      'TransformerConfig.embed_dim = 512',
+      'TransformerConfig.mlp_dim = 2048',
+    ),
+  )
+  task = SearchTask(
+    functools.partial(configured, case),
+    case.gpu,
+    topology_of(gpus=8, gpus_per_host=8),
+    Assumptions(),
+  )
+  worker = Worker(task)
+  few, all_layers = worker.compiled(None), worker.planner.silently(worker.config, task.topology)
+  assert few.layers == (2, 4)
+  assert few.seconds_per_step == pytest.approx(all_layers.seconds_per_step, rel=0.02)
+  assert few.tokens_per_second == pytest.approx(all_layers.tokens_per_second, rel=0.02)
+  assert few.mfu == pytest.approx(all_layers.mfu, rel=0.02)
+  assert few.needed_bytes == pytest.approx(all_layers.memory.needed_bytes, rel=0.1)
+  assert few.pool_bytes == all_layers.memory.pool_bytes

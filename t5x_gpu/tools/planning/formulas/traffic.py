@@ -104,7 +104,10 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   trained = by_name(program.trained.split(saved)[0])
   sizes, sends_bfloat16 = _LayerSizes(), layout.gradient_dtype == 'bfloat16'
   # The optimizer state's table has the dimension that fsdp splits, for every ZeRO stage.
-  for p in array_layouts(layout.stored(saved, names, layout.rules.state), names):
+  arrays = list(array_layouts(layout.stored(saved, names, layout.rules.state), names))
+  has_own_head = any('logits_dense' in p.name.split('/') for p in arrays)
+  tied = shape.num_outcomes > 0 and not has_own_head  # as in BERT's 'mlm', whatever its config says
+  for p in arrays:
     in_layers = 'layers' in p.names
     split = 'fsdp' in p.mesh_axes
     own = math.prod(p.shape) / math.prod(p.parts) * (mesh['fsdp'] if split else 1)
@@ -119,7 +122,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
       uses = 1
       if shape.config is not None and p.name.split('/')[-2:] == ['token_embedder', 'embedding']:
         in_parts = len(shape.ids_in_parts)
-        uses = len(shape.stacks) + shape.config.logits_via_embedding - in_parts
+        uses = len(shape.stacks) + tied - in_parts
         yield ['fsdp'], _of_rows(shape, mesh['fsdp'], p.name in trained), 3 * in_parts
       sizes.gathered_bytes += own * gathered if uses else 0
       # XLA merges the reduce-scatters of an embedding table, but not the all-to-alls.

@@ -4,8 +4,9 @@
     found.best('bfloat16').variant
 
 Compiled variants correct the formulas of related ones. The search of a precision ends when no other
-variant promises a faster step, or after `limit` compiles. Without a loop over layers, a step takes
-minutes to compile: the search predicts the best variant without one by formula alone.
+variant promises a faster step, or after `limit` compiles. Without a loop over many layers, a step
+takes minutes to compile: of a variant that runs so, the search compiles few layers, and the best
+variant without its loop it predicts by formula alone.
 `search_text` and `search_json` show the variants; `gin_text` gives the best one as a gin file, with
 the reason for each choice.
 """
@@ -27,7 +28,7 @@ from t5x_gpu.storage.json_schema import JsonObject
 from t5x_gpu.terminal.console import show, table
 from t5x_gpu.tools.planning import screen
 from t5x_gpu.tools.planning.gpu_targets import find_target
-from t5x_gpu.tools.planning.prediction import PlanConfig, Prediction, Setting
+from t5x_gpu.tools.planning.prediction import PlanConfig, Setting
 from t5x_gpu.tools.planning.remedies import ALMOST, EQUAL, layout_settings
 from t5x_gpu.tools.planning.screen import seconds
 from t5x_gpu.tools.planning.search import workers
@@ -38,7 +39,7 @@ from t5x_gpu.tools.planning.search.variants import (
   precisions,
   with_overlap,
 )
-from t5x_gpu.tools.planning.search.workers import Score, SearchTask
+from t5x_gpu.tools.planning.search.workers import Compiled, Score, SearchTask
 
 # Number of compiles for the run's own precision, and for each other precision.
 LIMIT, LIMIT_OF_OTHERS = 6, 3
@@ -64,25 +65,25 @@ class SearchState:
   """
 
   scores: list[Score] = dataclasses.field(default_factory=list)
-  compiled: dict[Variant, Prediction] = dataclasses.field(default_factory=dict)
+  compiled: dict[Variant, Compiled] = dataclasses.field(default_factory=dict)
   refused: dict[Variant, str] = dataclasses.field(default_factory=dict)
-  given: Optional[Prediction | str] = None
+  given: Optional[Compiled | str] = None
   seconds: float = 0.0
   is_complete: bool = False
   # family or precision -> ratios of compiled to formula
   _ratios: dict[object, list[float]] = dataclasses.field(default_factory=dict)
   _memory_ratios: dict[object, list[float]] = dataclasses.field(default_factory=dict)
 
-  def add(self, score: Score, outcome: Prediction | str) -> None:
+  def add(self, score: Score, outcome: Compiled | str) -> None:
     """Adds the result of compiling a variant: a prediction, or why it does not compile."""
     if isinstance(outcome, str):
       self.refused[score.variant] = outcome
       return
     self.compiled[score.variant] = outcome
-    ratio = outcome.memory.needed_bytes / score.needed_bytes
+    ratio = outcome.needed_bytes / score.needed_bytes
     for relatives in (_without_overlap(score.family), score.variant.dtype):
       self._memory_ratios.setdefault(relatives, []).append(ratio)
-    if outcome.memory.fits:  # the time of a variant that is too large is void
+    if outcome.fits:  # the time of a variant that is too large is void
       ratio = outcome.seconds_per_step / score.seconds
       for relatives in (score.family, score.variant.dtype):
         self._ratios.setdefault(relatives, []).append(ratio)
@@ -107,7 +108,7 @@ class SearchState:
     without it, else the precision's smallest.
     """
     if score.variant in self.compiled:
-      return self.compiled[score.variant].memory.needed_bytes
+      return self.compiled[score.variant].needed_bytes
     of_family = self._memory_ratios.get(_without_overlap(score.family))
     if of_family:
       return score.needed_bytes * max(of_family)
@@ -134,11 +135,14 @@ class SearchState:
     """Returns variants that may be faster than the best, at most `number`, fastest first.
 
     From a family with compiled variants: all whose estimate is faster. From any other family: one,
-    if it would be faster with every collective hidden; of families that differ only in
-    overlap_layers one at a time, with it first, because it hides more of the same bytes.
+    if it would be faster with every collective hidden. Of families that differ only in
+    overlap_layers, the one with it comes first, because it hides more of the same bytes; the other
+    one follows only if the first has the best.
     """
     best = self.best(dtype)
     limit = self.estimate(best) if best and best.variant in self.compiled else math.inf
+    slower = {_without_overlap(f) for f in self._ratios if isinstance(f, tuple)}
+    slower -= {_without_overlap(best.family)} if best else set()
     chosen: list[Score] = []
     for score in sorted(
       self.scores, key=lambda s: (self.estimate(s), _OVERLAPS not in s.family, s.needed_bytes)
@@ -153,9 +157,8 @@ class SearchState:
       is_known = score.family in self._ratios
       if (self.estimate(score) if is_known else score.least_seconds) >= limit:
         continue
-      if is_known or _without_overlap(score.family) not in {
-        _without_overlap(c.family) for c in chosen
-      }:
+      twins = {*slower, *(_without_overlap(c.family) for c in chosen)}
+      if is_known or _without_overlap(score.family) not in twins:
         chosen.append(score)
     return chosen
 
@@ -285,7 +288,7 @@ def search_text(found: SearchState, gpus: str) -> str:
   if isinstance(found.given, str):
     lines.append(f'The current run does not work on these GPUs: {found.given.splitlines()[0]}')
   best = found.best(own)
-  if isinstance(found.given, Prediction):
+  if isinstance(found.given, Compiled):
     lines.append(_beside(found.given, best and found.estimate(best)))
   for dtype in dict.fromkeys(s.variant.dtype for s in found.scores):
     other = found.best(dtype) if dtype != own else None
@@ -327,14 +330,21 @@ def _row(found: SearchState, score: Score) -> tuple[str, ...]:
     str(v.loss_chunks or '-'),
     screen.seconds(found.estimate(score)),
     show(found.needed_bytes(score)),
-    'as compiled' if v in found.compiled else 'by formula',
+    _how(found, v),
   )
 
 
-def _beside(given: Prediction, best: Optional[float]) -> str:
-  needed = show(given.memory.needed_bytes)
-  if not given.memory.fits:
-    return f'The current run does not fit: {needed} of {show(given.memory.pool_bytes)}.'
+def _how(found: SearchState, variant: Variant) -> str:
+  if variant not in found.compiled:
+    return 'by formula'
+  layers = found.compiled[variant].layers
+  return f'from {" and ".join(map(str, layers))} layers' if layers else 'as compiled'
+
+
+def _beside(given: Compiled, best: Optional[float]) -> str:
+  needed = show(given.needed_bytes)
+  if not given.fits:
+    return f'The current run does not fit: {needed} of {show(given.pool_bytes)}.'
   factor = f', {given.seconds_per_step / best:.2f}x the best' if best else ''
   return f'The current run takes {screen.seconds(given.seconds_per_step)}{factor}, and {needed}.'
 
@@ -388,13 +398,12 @@ def gin_text(
   wanted = v.applied(given).partitioner
   wanted = dataclasses.replace(wanted, num_partitions=wanted.num_partitions or 1)
   layout = _for_any_hosts(layout_settings(wanted, given.partitioner))
-  how = 'as compiled' if p else 'by formula'
   speed = f', {p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.1%}' if p and p.mfu else ''
   memory = f'{show(found.needed_bytes(best))} of {show(best.pool_bytes)} per GPU'
   lines = [
     f'# The fastest that `t5x_gpu.plan --search` found for {gpus}: {_words(best)}.',
     *(f'#   of {name}' for name in files),
-    f'# {screen.seconds(found.estimate(best))} per step{speed}; {memory}, {how}.',
+    f'# {screen.seconds(found.estimate(best))} per step{speed}; {memory}, {_how(found, v)}.',
     '# Give this file as the last --gin_file. A size of -1 takes the GPUs that others leave.',
     *([_SCALED_RATE] if given.learning_rate_scaling else []),
     'from __gin__ import dynamic_registration',
@@ -507,6 +516,9 @@ def search_json(found: SearchState) -> JsonObject:
         'seconds_per_step': found.estimate(s),
         'needed_bytes': found.needed_bytes(s),
         'is_compiled': s.variant in found.compiled,
+        'compiled_layers': list(found.compiled[s.variant].layers)
+        if s.variant in found.compiled
+        else [],
       }
       for s in fitting
     ],

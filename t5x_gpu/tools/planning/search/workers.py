@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from t5x_gpu.tools.planning.devices import simulated_devices
 from t5x_gpu.tools.planning.formulas.step_shape import step_shape
 from t5x_gpu.tools.planning.gpu_targets import find_target
 from t5x_gpu.tools.planning.prediction import PlanConfig, Planner, Prediction, predict
+from t5x_gpu.tools.planning.remat_costs import with_config
 from t5x_gpu.tools.planning.remedies import EQUAL
 from t5x_gpu.tools.planning.search.variants import (
   Layout,
@@ -33,6 +35,10 @@ from t5x_gpu.training.program import Program
 
 # Memory of a process that compiles a large model.
 _BYTES = 3 * 2**30
+
+# Number of layers, and twice as many, that are compiled in place of all layers. Without a loop over
+# its layers, a step with 32 of them takes 140 CPU seconds to compile; these two take 40.
+_FEW = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +61,29 @@ class Score:
   needed_bytes: int
   pool_bytes: int
   family: tuple[object, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """A variant, predicted from the compiled step.
+
+  Attributes:
+    seconds_per_step, tokens_per_second: speed of all GPUs.
+    mfu: model FLOPs utilization, 0 to 1; None if the GPU's peak is unknown.
+    needed_bytes, pool_bytes: as in `Score`.
+    layers: numbers of layers that were compiled in place of all of them; () if all were.
+  """
+
+  seconds_per_step: float
+  tokens_per_second: float
+  mfu: Optional[float]
+  needed_bytes: int
+  pool_bytes: int
+  layers: tuple[int, ...] = ()
+
+  @property
+  def fits(self) -> bool:
+    return self.needed_bytes <= self.pool_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +187,7 @@ class Worker:
       family=_family(program.layout, variant),
     )
 
-  def compiled(self, variant: Optional[Variant]) -> Prediction | str:
+  def compiled(self, variant: Optional[Variant]) -> Compiled | str:
     """Returns the prediction of a compiled variant, or why it does not compile.
 
     Args:
@@ -166,9 +195,66 @@ class Worker:
     """
     config = self.config if variant is None else variant.applied(self.config)
     try:
-      return self.planner.silently(config, self.topology)
+      if few := self._with_few_layers(config):
+        return self._extrapolated(config, few)
+      return _as_compiled(self.planner.silently(config, self.topology))
     except UserError as e:
       return str(e)
+
+  def _with_few_layers(self, config: PlanConfig) -> list[PlanConfig]:
+    """Returns the run with few layers, if all its many layers run without a loop; otherwise []."""
+    planner, of_model = self.planner, config_of(config.model)
+    if not planner.compiles or of_model is None or of_model.full_remat_layers:
+      return []
+    kinds = math.lcm(len(of_model.windows), len(of_model.ropes) or 1)
+    least = math.ceil(_FEW / kinds) * kinds
+    shape = step_shape(
+      planner.program(config, self.topology),
+      config.model,
+      num_microbatches=config.num_microbatches,
+      gpu=planner.gpu,
+    )
+    if any(stack.has_loop or stack.num_layers < 8 * least for stack in shape.stacks):
+      return []
+    few = []
+    for number in (least, 2 * least):
+      unroll = None if of_model.scan_unroll is None else number
+      model = with_config(config.model, num_layers=number, scan_unroll=unroll)
+      if model.logical_sizes().get('encoder_layers', number) != number:
+        return []  # the encoder's number of layers is its own
+      few.append(dataclasses.replace(config, model=model))
+    return few
+
+  def _extrapolated(self, config: PlanConfig, few: Sequence[PlanConfig]) -> Compiled:
+    """Returns a prediction of `config` from `few`, the same run with few layers.
+
+    The seconds are those of the most layers, and each further layer adds the seconds that it adds
+    by formula, corrected by what the layers between add. Memory does not grow evenly, because few
+    layers need less than the loss: it follows the formula, or what `few` need beyond it.
+    """
+    less, more = (self.planner.silently(c, self.topology) for c in few)
+    *of_few, whole = (self.planner.by_formula(c, self.topology) for c in (*few, config))
+    added = [p.seconds_per_step - of_few[0].seconds_per_step for p in (of_few[1], whole)]
+    ratio = (more.seconds_per_step - less.seconds_per_step) / added[0]
+    seconds = more.seconds_per_step + (added[1] - added[0]) * ratio
+    faster = whole.seconds_per_step / seconds
+    larger = max(
+      c.memory.needed_bytes / f.memory.needed_bytes for c, f in zip((less, more), of_few)
+    )
+    return Compiled(
+      seconds,
+      whole.tokens_per_second * faster,
+      whole.mfu and whole.mfu * faster,
+      int(whole.memory.needed_bytes * max(larger, 1)),
+      whole.memory.pool_bytes,
+      layers=tuple(config_of(c.model).num_layers for c in few),
+    )
+
+
+def _as_compiled(p: Prediction) -> Compiled:
+  return Compiled(
+    p.seconds_per_step, p.tokens_per_second, p.mfu, p.memory.needed_bytes, p.memory.pool_bytes
+  )
 
 
 def _with_policies(config: PlanConfig, variant: Variant) -> Iterator[Variant]:
@@ -205,7 +291,7 @@ def without_loop(score: Score) -> Optional[Score]:
   return _worker.without_loop(score)
 
 
-def compiled(variant: Optional[Variant]) -> Prediction | str:
+def compiled(variant: Optional[Variant]) -> Compiled | str:
   """Calls `Worker.compiled` of the process."""
   return _worker.compiled(variant)
 

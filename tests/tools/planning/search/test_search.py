@@ -18,11 +18,12 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.devices import topology_of
+from t5x_gpu.tools.planning.prediction import Planner
 from t5x_gpu.tools.planning.remedies import SIZES
 from t5x_gpu.tools.planning.search import variants
 from t5x_gpu.tools.planning.search.search import SearchState, gin_text, search_text
 from t5x_gpu.tools.planning.search.variants import Variant
-from t5x_gpu.tools.planning.search.workers import Score, SearchTask, Worker
+from t5x_gpu.tools.planning.search.workers import Compiled, Score, SearchTask, Worker
 from tests.aot.cases import Case
 from tests.helpers_train import TINY_GIN
 from tests.messages import raises
@@ -52,14 +53,8 @@ def score(seconds, needed=10, *, least=0.8, dtype='bfloat16', family='a', **more
   return Score(variant, layout, seconds, least * seconds, int(needed * GIB), 100 * GIB, (family,))
 
 
-class CompiledAs:
-  """What a search reads of a compiled prediction."""
-
-  tokens_per_second, mfu = 1e5, 0.5
-
-  def __init__(self, seconds, needed=10):
-    self.seconds_per_step = seconds
-    self.memory = type('Memory', (), {'needed_bytes': int(needed * GIB), 'fits': needed <= 100})
+def compiled_as(seconds, needed=10, **more):
+  return Compiled(seconds, 1e5, 0.5, int(needed * GIB), pool_bytes=100 * GIB, **more)
 
 
 def test_layouts_use_all_devices_and_keep_what_talks_most_inside_a_host(config):
@@ -152,13 +147,13 @@ def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
   assert found.next('bfloat16', 4) == [fast, other], 'one of a family; what cannot fit is left out'
   assert found.best('bfloat16') is fast
   # `a` is slower than its formula, `bb` faster: its slower variant is worth a compile, not `slow`.
-  found.add(fast, CompiledAs(1.4))
-  found.add(other, CompiledAs(0.99))
+  found.add(fast, compiled_as(1.4))
+  found.add(other, compiled_as(0.99))
   assert found.estimate(slow) == pytest.approx(1.68)
   assert found.estimate(far) == pytest.approx(1.35)
   assert found.next('bfloat16', 4) == []
   assert found.best('bfloat16') is other
-  found.add(other, CompiledAs(0.99, needed=101))
+  found.add(other, compiled_as(0.99, needed=101))
   assert found.best('bfloat16') is fast, 'the other one does not fit as compiled'
   assert found.next('bfloat16', 4) == [far]
   untried = score(1.9, family='dddd')
@@ -174,8 +169,19 @@ def test_overlap_layers_is_compiled_first_and_its_twin_later():
   ahead = dataclasses.replace(ahead, family=('a', 'overlap_layers'))
   found = SearchState(scores=[plain, ahead, other])
   assert found.next('bfloat16', 3) == [ahead, other]
-  found.add(ahead, CompiledAs(0.9))
+  found.add(ahead, compiled_as(0.9))
   assert found.next('bfloat16', 3) == [plain, other]
+
+
+def test_only_the_best_is_also_tried_without_overlap_layers():
+  fast, twin = score(1.0, least=0.5), score(1.0, least=0.5, num_microbatches=2)
+  slow, other = (score(1.1, least=0.5, family='bb', num_microbatches=n) for n in (1, 2))
+  fast, slow = (dataclasses.replace(s, family=(*s.family, 'overlap_layers')) for s in (fast, slow))
+  found = SearchState(scores=[fast, twin, slow, other])
+  assert found.next('bfloat16', 3) == [fast, slow]
+  found.add(fast, compiled_as(1.0))
+  found.add(slow, compiled_as(1.1))
+  assert other in found.scores and found.next('bfloat16', 3) == [twin]
 
 
 def test_a_layout_that_is_too_large_with_overlap_layers_is_not_tried_without():
@@ -184,9 +190,9 @@ def test_a_layout_that_is_too_large_with_overlap_layers_is_not_tried_without():
   ahead, small = (dataclasses.replace(s, family=('a', 'overlap_layers')) for s in (ahead, small))
   other = score(1.4, 50, family='bb')
   found = SearchState(scores=[twin, ahead, small, other])
-  found.add(other, CompiledAs(1.4, needed=50))
+  found.add(other, compiled_as(1.4, needed=50))
   assert found.next('bfloat16', 3) == [ahead]
-  found.add(ahead, CompiledAs(1.0, needed=126))
+  found.add(ahead, compiled_as(1.0, needed=126))
   assert found.next('bfloat16', 3) == [small]
 
 
@@ -212,13 +218,13 @@ def test_what_compiled_variants_need_corrects_the_memory_of_others():
   other, larger = score(1.1, 70, family='bb'), score(1.05, 75, family='bb', num_microbatches=2)
   found = SearchState(scores=[large, same, small, larger, other])
   assert found.next('bfloat16', 1) == [large]
-  found.add(large, CompiledAs(5.0, needed=126))
+  found.add(large, compiled_as(5.0, needed=126))
   assert found.needed_bytes(same) == pytest.approx(85 * 1.4 * GIB)
   assert found.next('bfloat16', 9) == [other, small], (
     'of 100 GiB; the time of one too large is void'
   )
   assert found.best('bfloat16') is other
-  found.add(small, CompiledAs(1.2, needed=60))
+  found.add(small, compiled_as(1.2, needed=60))
   assert found.needed_bytes(larger) == pytest.approx(75 * 1.2 * GIB), (
     "the precision's smallest ratio"
   )
@@ -234,7 +240,7 @@ def test_of_equally_fast_variants_the_smaller_one_is_best():
 def test_the_best_is_also_shown_without_its_loop_over_layers(config):
   best, other = score(1.0), score(1.1, num_microbatches=2)
   found = SearchState(scores=[best, other])
-  found.add(best, CompiledAs(1.2))
+  found.add(best, compiled_as(1.2))
   found.scores.append(score(0.95, scan_unroll=32))
   assert found.best('bfloat16') is best  # the other one was not compiled
   assert 'dots, no loop' in search_text(found, '8 x GPU')
@@ -245,12 +251,43 @@ def test_the_best_is_also_shown_without_its_loop_over_layers(config):
   assert SearchState(scores=[found.scores[-1], other]).best('bfloat16') is other
 
 
+def worker_of(case):
+  config = case.config()
+  return Worker(
+    SearchTask(lambda: (config, Assumptions()), 'h100', Topology(case.hosts, 8), Assumptions())
+  )
+
+
+@pytest.mark.parametrize(
+  'bindings, layers',
+  [
+    ((), (2, 4)),
+    (('TransformerConfig.scan_unroll = 32',), (2, 4)),
+    (('TransformerConfig.windows = (4096, 0, 0)',), (3, 6)),  # both kinds of layers
+    (('TransformerConfig.windows = (4096, 0, 0, 0, 0)',), ()),  # 10 layers would be too many
+    (('TransformerConfig.full_remat_layers = 4', 'TransformerConfig.scan_unroll = 32'), ()),
+    (('TransformerConfig.scan_unroll = 1',), ()),  # a loop compiles fast
+    (("REMAT_POLICY = 'dots'",), ()),  # on several GPUs, it has a loop
+    (('NUM_MICROBATCHES = 2',), ()),  # each layer takes all microbatches, in a loop
+  ],
+)
+def test_few_layers_are_compiled_of_many_without_a_loop(bindings, layers, monkeypatch):
+  monkeypatch.setattr(Planner, 'compiles', True)
+  case = Case(
+    model='llama3_8b',
+    layout='fsdp',
+    batch=(64, 4096),
+    bindings=("REMAT_POLICY = 'none'", *bindings),
+  )
+  worker = worker_of(case)
+  few = worker._with_few_layers(worker.config)
+  assert tuple(run.model.config.num_layers for run in few) == layers
+
+
 @pytest.mark.parametrize('dtype, is_faster', [('fp8', True), ('bfloat16', False)])
 def test_a_loop_is_left_out_where_the_formula_gains(dtype, is_faster):
   case = Case(model='llama3_2_1b', layout='fsdp', batch=(64, 4096))
-  worker = Worker(
-    SearchTask(lambda: (case.config(), Assumptions()), 'h100', Topology(1, 8), Assumptions())
-  )
+  worker = worker_of(case)
   layout = (('data', 1), ('fsdp', 8))
   plain = next(
     s
@@ -267,9 +304,9 @@ def test_a_loop_is_left_out_where_the_formula_gains(dtype, is_faster):
 def test_fp8_is_shown_and_not_chosen(config):
   own, fp8 = score(1.0), score(0.7, dtype='fp8')
   found = SearchState(scores=[own, fp8])
-  found.add(own, CompiledAs(1.0))
+  found.add(own, compiled_as(1.0))
   assert found.best('bfloat16') is own
-  found.add(fp8, CompiledAs(0.8))
+  found.add(fp8, compiled_as(0.8))
   text = search_text(found, '8 x GPU')
   assert "PRECISION = 'fp8'" in text and '1.25x as fast' in text
   text = gin_text(found, own, given=config, gpus='8 x GPU', files=['a.gin'])
