@@ -294,6 +294,7 @@ def _constant(instruction: Optional[Instruction]) -> Optional[int]:
   return int(literal) if re.fullmatch(r'-?\d+', literal) else None
 
 
+@functools.lru_cache(maxsize=1)  # a plan reads one module in five ways
 def parse(text: str) -> Module:
   """Returns the parsed module of `lowered.as_text('hlo')`, a dump, or `compiled.as_text()`.
 

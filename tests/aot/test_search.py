@@ -79,9 +79,7 @@ def test_no_sampled_neighbor_of_the_best_is_faster(case):
     and score.needed_bytes <= score.pool_bytes
   ]
   assert found.given in found.compiled.values(), 'the current run'
-  fastest = min(
-    p.seconds_per_step for v, p in found.compiled.items() if v.dtype == 'bfloat16' and p.fits
-  )
+  fastest = min(p.seconds for v, p in found.compiled.items() if v.dtype == 'bfloat16' and p.fits)
   assert found.estimate(best) <= EQUAL * fastest
   planner = Planner(find_target(case.gpu), Assumptions(), devices)
   for score in random.Random(0).sample(near, min(SAMPLED, len(near))):
@@ -109,10 +107,8 @@ def test_a_step_without_a_loop_is_as_fast_and_large_as_few_of_its_layers_say():
     Assumptions(),
   )
   worker = Worker(task)
-  few, all_layers = worker.compiled(None), worker.planner.silently(worker.config, task.topology)
+  few, all_layers = worker.given(), worker.planner.silently(worker.config, task.topology)
   assert few.layers == (2, 4)
-  assert few.seconds_per_step == pytest.approx(all_layers.seconds_per_step, rel=0.02)
-  assert few.tokens_per_second == pytest.approx(all_layers.tokens_per_second, rel=0.02)
-  assert few.mfu == pytest.approx(all_layers.mfu, rel=0.02)
+  assert few.seconds == pytest.approx(all_layers.seconds_per_step, rel=0.02)
   assert few.needed_bytes == pytest.approx(all_layers.memory.needed_bytes, rel=0.1)
   assert few.pool_bytes == all_layers.memory.pool_bytes

@@ -39,7 +39,7 @@ from t5x_gpu.tools.planning.search.variants import (
   precisions,
   with_overlap,
 )
-from t5x_gpu.tools.planning.search.workers import Compiled, Score, SearchTask
+from t5x_gpu.tools.planning.search.workers import Compiled, Part, Score, SearchTask
 
 # Number of compiles for the run's own precision, and for each other precision.
 LIMIT, LIMIT_OF_OTHERS = 6, 3
@@ -84,7 +84,7 @@ class SearchState:
     for relatives in (_without_overlap(score.family), score.variant.dtype):
       self._memory_ratios.setdefault(relatives, []).append(ratio)
     if outcome.fits:  # the time of a variant that is too large is void
-      ratio = outcome.seconds_per_step / score.seconds
+      ratio = outcome.seconds / score.seconds
       for relatives in (score.family, score.variant.dtype):
         self._ratios.setdefault(relatives, []).append(ratio)
 
@@ -95,7 +95,7 @@ class SearchState:
     smallest.
     """
     if score.variant in self.compiled:
-      return self.compiled[score.variant].seconds_per_step
+      return self.compiled[score.variant].seconds
     of_family = self._ratios.get(score.family)
     if of_family:
       return score.seconds * math.fsum(of_family) / len(of_family)
@@ -189,18 +189,17 @@ def search(
   own, *others = precisions(config, find_target(task.gpu))
   limits = {own: LIMIT, **dict.fromkeys(others, LIMIT_OF_OTHERS)} if compiles else {}
   with workers.processes(task, num_processes) as pool, _progress() as bar:
-    given = pool.submit(workers.compiled, None) if compiles else None
+    given = pool.submit(workers.given) if compiles else None
     _score_all(found, config, task.topology, pool, bar)
     as_it_is = next((s for s in found.scores if s.variant.is_of(config, task.topology)), None)
-    started = {given: as_it_is} if given and as_it_is else {}
+    started = [(as_it_is, [given])] if given and as_it_is else []
     found.seconds = time.monotonic() - begin
     say(f'{len(found.scores):,} variants predicted by formula: {found.seconds:.0f} s')
     while chosen := [s for d, left in limits.items() for s in found.next(d, min(_ROUND, left))]:
       for score in chosen:
         limits[score.variant.dtype] -= 1
-      futures = {pool.submit(workers.compiled, s.variant): s for s in chosen if s != as_it_is}
-      _compile(found, futures | started, bar)
-      started = {}
+      _compile(found, [*started, *((s, _parts(pool, s)) for s in chosen if s != as_it_is)], bar)
+      started = []
       found.seconds = time.monotonic() - begin
       best = [
         f'; the best{f" in {dtype}" if dtype else ""} takes {seconds(found.estimate(score))}'
@@ -238,16 +237,32 @@ def _score_all(
   bar.remove_task(line)
 
 
-def _compile(
-  found: SearchState,
-  futures: Mapping[concurrent.futures.Future, Score],
-  bar: rich.progress.Progress,
-) -> None:
-  line = bar.add_task(f'compiling: {len(found.compiled)} done', total=len(futures))
-  for future in concurrent.futures.as_completed(futures):
-    found.add(futures[future], future.result())
-    bar.advance(line)
+# A variant, and what is compiled for it.
+_Job = tuple[Score, Sequence[concurrent.futures.Future]]
+
+
+def _parts(pool: concurrent.futures.Executor, score: Score) -> list[concurrent.futures.Future]:
+  numbers = score.few_layers or (None,)
+  return [pool.submit(workers.part, score.variant, number) for number in numbers]
+
+
+def _compile(found: SearchState, jobs: Sequence[_Job], bar: rich.progress.Progress) -> None:
+  """Adds the results of `jobs`, each once all its parts are there."""
+  line = bar.add_task(f'compiling: {len(found.compiled)} done', total=len(jobs))
+  job_of = {future: job for job in jobs for future in job[1]}
+  for future in concurrent.futures.as_completed(job_of):
+    score, parts = job_of[future]
+    if all(part.done() for part in parts):
+      found.add(score, _outcome(score, [part.result() for part in parts]))
+      bar.advance(line)
   bar.remove_task(line)
+
+
+def _outcome(score: Score, results: Sequence[Compiled | Part | str]) -> Compiled | str:
+  for result in results:
+    if not isinstance(result, Part):
+      return result
+  return workers.joined(results, score)
 
 
 def _progress() -> rich.progress.Progress:
@@ -345,8 +360,8 @@ def _beside(given: Compiled, best: Optional[float]) -> str:
   needed = show(given.needed_bytes)
   if not given.fits:
     return f'The current run does not fit: {needed} of {show(given.pool_bytes)}.'
-  factor = f', {given.seconds_per_step / best:.2f}x the best' if best else ''
-  return f'The current run takes {screen.seconds(given.seconds_per_step)}{factor}, and {needed}.'
+  factor = f', {given.seconds / best:.2f}x the best' if best else ''
+  return f'The current run takes {screen.seconds(given.seconds)}{factor}, and {needed}.'
 
 
 def _layout_words(score: Score) -> str:
@@ -398,7 +413,9 @@ def gin_text(
   wanted = v.applied(given).partitioner
   wanted = dataclasses.replace(wanted, num_partitions=wanted.num_partitions or 1)
   layout = _for_any_hosts(layout_settings(wanted, given.partitioner))
-  speed = f', {p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.1%}' if p and p.mfu else ''
+  faster = best.seconds / found.estimate(best)
+  speed = f', {best.tokens_per_second * faster:,.0f} tokens/s' if p else ''
+  speed += f', MFU {best.mfu * faster:.1%}' if p and best.mfu else ''
   memory = f'{show(found.needed_bytes(best))} of {show(best.pool_bytes)} per GPU'
   lines = [
     f'# The fastest that `t5x_gpu.plan --search` found for {gpus}: {_words(best)}.',

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import itertools
 import math
 import multiprocessing
@@ -19,8 +20,8 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.devices import simulated_devices
 from t5x_gpu.tools.planning.formulas.step_shape import step_shape
-from t5x_gpu.tools.planning.gpu_targets import find_target
-from t5x_gpu.tools.planning.prediction import PlanConfig, Planner, Prediction, predict
+from t5x_gpu.tools.planning.gpu_targets import GpuTarget, find_target
+from t5x_gpu.tools.planning.prediction import PlanConfig, Planner, predict
 from t5x_gpu.tools.planning.remat_costs import with_config
 from t5x_gpu.tools.planning.remedies import EQUAL
 from t5x_gpu.tools.planning.search.variants import (
@@ -52,6 +53,8 @@ class Score:
     least_seconds: seconds per step if all collectives were hidden.
     needed_bytes, pool_bytes: memory that a GPU needs, and the part of its memory that XLA manages.
     family: properties shared by variants whose collectives XLA schedules alike.
+    tokens_per_second, mfu: speed of all GPUs; model FLOPs utilization, 0 to 1.
+    few_layers: numbers of layers to compile in place of all of them; () to compile all.
   """
 
   variant: Variant
@@ -61,6 +64,9 @@ class Score:
   needed_bytes: int
   pool_bytes: int
   family: tuple[object, ...]
+  tokens_per_second: float = 0.0
+  mfu: Optional[float] = None
+  few_layers: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +74,12 @@ class Compiled:
   """A variant, predicted from the compiled step.
 
   Attributes:
-    seconds_per_step, tokens_per_second: speed of all GPUs.
-    mfu: model FLOPs utilization, 0 to 1; None if the GPU's peak is unknown.
+    seconds: seconds per step.
     needed_bytes, pool_bytes: as in `Score`.
     layers: numbers of layers that were compiled in place of all of them; () if all were.
   """
 
-  seconds_per_step: float
-  tokens_per_second: float
-  mfu: Optional[float]
+  seconds: float
   needed_bytes: int
   pool_bytes: int
   layers: tuple[int, ...] = ()
@@ -84,6 +87,41 @@ class Compiled:
   @property
   def fits(self) -> bool:
     return self.needed_bytes <= self.pool_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A variant with few layers, or with all: seconds per step and bytes, compiled and by formula."""
+
+  seconds: float
+  needed_bytes: int
+  formula_seconds: float
+  formula_bytes: int
+
+
+def joined(parts: Sequence[Part], score: Score) -> Compiled:
+  """Returns a prediction from compiled parts: the variant itself, or the same with few layers.
+
+  The seconds are those of the most layers, and each further layer adds the seconds that it adds by
+  formula, corrected by what the layers between add. Memory does not grow evenly, because few layers
+  need less than the loss: it follows the formula, or what `parts` need beyond it.
+
+  Args:
+    parts: the variant; or with `score.few_layers`, in this order.
+    score: the variant, by formula.
+  """
+  if not score.few_layers:
+    (all_layers,) = parts
+    return Compiled(all_layers.seconds, all_layers.needed_bytes, score.pool_bytes)
+  less, more = parts
+  ratio = (more.seconds - less.seconds) / (more.formula_seconds - less.formula_seconds)
+  larger = max(part.needed_bytes / part.formula_bytes for part in parts)
+  return Compiled(
+    more.seconds + (score.seconds - more.formula_seconds) * ratio,
+    int(score.needed_bytes * max(larger, 1)),
+    score.pool_bytes,
+    score.few_layers,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +213,10 @@ class Worker:
     return found if EQUAL * found.seconds < score.seconds else None
 
   def _score(self, program: Program, variant: Variant) -> Score:
-    config, planner = variant.applied(self.config), self.planner
+    return self._scored(program, variant.applied(self.config), variant)
+
+  def _scored(self, program: Program, config: PlanConfig, variant: Variant) -> Score:
+    planner = self.planner
     p = predict(program, config, gpu=planner.gpu, assumed=planner.assumed)
     return Score(
       variant,
@@ -184,77 +225,64 @@ class Worker:
       p.time.compute_seconds + p.time.bubble_seconds,
       p.memory.needed_bytes,
       p.memory.pool_bytes,
-      family=_family(program.layout, variant),
+      _family(program.layout, variant),
+      p.tokens_per_second,
+      p.mfu,
+      few_layers(program, config, planner.gpu) if planner.compiles else (),
     )
 
-  def compiled(self, variant: Optional[Variant]) -> Compiled | str:
-    """Returns the prediction of a compiled variant, or why it does not compile.
-
-    Args:
-      variant: None for the current run.
-    """
-    config = self.config if variant is None else variant.applied(self.config)
+  def given(self) -> Compiled | str:
+    """Returns the prediction of the current run, compiled; or why it does not compile."""
     try:
-      if few := self._with_few_layers(config):
-        return self._extrapolated(config, few)
-      return _as_compiled(self.planner.silently(config, self.topology))
+      program = self.planner.program(self.config, self.topology)
+      score = self._scored(program, self.config, Variant(()))
     except UserError as e:
       return str(e)
+    parts = []
+    for number in score.few_layers or (None,):
+      part = self._part(self.config, number)
+      if isinstance(part, str):
+        return part
+      parts.append(part)
+    return joined(parts, score)
 
-  def _with_few_layers(self, config: PlanConfig) -> list[PlanConfig]:
-    """Returns the run with few layers, if all its many layers run without a loop; otherwise []."""
-    planner, of_model = self.planner, config_of(config.model)
-    if not planner.compiles or of_model is None or of_model.full_remat_layers:
-      return []
-    kinds = math.lcm(len(of_model.windows), len(of_model.ropes) or 1)
-    least = math.ceil(_FEW / kinds) * kinds
-    shape = step_shape(
-      planner.program(config, self.topology),
-      config.model,
-      num_microbatches=config.num_microbatches,
-      gpu=planner.gpu,
-    )
-    if any(stack.has_loop or stack.num_layers < 8 * least for stack in shape.stacks):
-      return []
-    few = []
-    for number in (least, 2 * least):
-      unroll = None if of_model.scan_unroll is None else number
-      model = with_config(config.model, num_layers=number, scan_unroll=unroll)
-      if model.logical_sizes().get('encoder_layers', number) != number:
-        return []  # the encoder's number of layers is its own
-      few.append(dataclasses.replace(config, model=model))
-    return few
+  def part(self, variant: Variant, num_layers: Optional[int]) -> Part | str:
+    """Returns a compiled variant; or why it does not compile.
 
-  def _extrapolated(self, config: PlanConfig, few: Sequence[PlanConfig]) -> Compiled:
-    """Returns a prediction of `config` from `few`, the same run with few layers.
-
-    The seconds are those of the most layers, and each further layer adds the seconds that it adds
-    by formula, corrected by what the layers between add. Memory does not grow evenly, because few
-    layers need less than the loss: it follows the formula, or what `few` need beyond it.
+    Args:
+      variant: variant of the run.
+      num_layers: number of layers; None for those of the run.
     """
-    less, more = (self.planner.silently(c, self.topology) for c in few)
-    *of_few, whole = (self.planner.by_formula(c, self.topology) for c in (*few, config))
-    added = [p.seconds_per_step - of_few[0].seconds_per_step for p in (of_few[1], whole)]
-    ratio = (more.seconds_per_step - less.seconds_per_step) / added[0]
-    seconds = more.seconds_per_step + (added[1] - added[0]) * ratio
-    faster = whole.seconds_per_step / seconds
-    larger = max(
-      c.memory.needed_bytes / f.memory.needed_bytes for c, f in zip((less, more), of_few)
-    )
-    return Compiled(
-      seconds,
-      whole.tokens_per_second * faster,
-      whole.mfu and whole.mfu * faster,
-      int(whole.memory.needed_bytes * max(larger, 1)),
-      whole.memory.pool_bytes,
-      layers=tuple(config_of(c.model).num_layers for c in few),
+    return self._part(variant.applied(self.config), num_layers)
+
+  def _part(self, config: PlanConfig, num_layers: Optional[int]) -> Part | str:
+    if num_layers is not None:
+      unroll = None if config_of(config.model).scan_unroll is None else num_layers
+      model = with_config(config.model, num_layers=num_layers, scan_unroll=unroll)
+      config = dataclasses.replace(config, model=model)
+    try:
+      p = self.planner.silently(config, self.topology)
+      f = self.planner.by_formula(config, self.topology)
+    except UserError as e:
+      return str(e)
+    return Part(
+      p.seconds_per_step, p.memory.needed_bytes, f.seconds_per_step, f.memory.needed_bytes
     )
 
 
-def _as_compiled(p: Prediction) -> Compiled:
-  return Compiled(
-    p.seconds_per_step, p.tokens_per_second, p.mfu, p.memory.needed_bytes, p.memory.pool_bytes
-  )
+def few_layers(program: Program, config: PlanConfig, gpu: GpuTarget) -> tuple[int, ...]:
+  """Returns numbers of layers to compile in place of many that run without a loop; otherwise ()."""
+  of_model = config_of(config.model)
+  if of_model is None or of_model.full_remat_layers:
+    return ()
+  kinds = math.lcm(len(of_model.windows), len(of_model.ropes) or 1)
+  least = math.ceil(_FEW / kinds) * kinds
+  shape = step_shape(program, config.model, num_microbatches=config.num_microbatches, gpu=gpu)
+  if any(stack.has_loop or stack.num_layers < 8 * least for stack in shape.stacks):
+    return ()
+  if 'encoder_layers' in config.model.logical_sizes():
+    return ()  # the encoder's number of layers is its own
+  return least, 2 * least
 
 
 def _with_policies(config: PlanConfig, variant: Variant) -> Iterator[Variant]:
@@ -279,6 +307,8 @@ def _start(task: SearchTask) -> None:
   # themselves, it might notice that first, and say that memory ran out.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   _worker = Worker(task)
+  gc.freeze()  # every later collection skips the modules
+  gc.set_threshold(100_000, 50, 1000)  # traces and parsed programs are objects by the million
 
 
 def scores(layout: Layout, num_microbatches: int) -> list[Score]:
@@ -291,9 +321,14 @@ def without_loop(score: Score) -> Optional[Score]:
   return _worker.without_loop(score)
 
 
-def compiled(variant: Optional[Variant]) -> Compiled | str:
-  """Calls `Worker.compiled` of the process."""
-  return _worker.compiled(variant)
+def given() -> Compiled | str:
+  """Calls `Worker.given` of the process."""
+  return _worker.given()
+
+
+def part(variant: Variant, num_layers: Optional[int]) -> Part | str:
+  """Calls `Worker.part` of the process."""
+  return _worker.part(variant, num_layers)
 
 
 def default_number() -> int:
@@ -304,7 +339,7 @@ def default_number() -> int:
 
 @contextlib.contextmanager
 def processes(task: SearchTask, number: int) -> Iterator[concurrent.futures.Executor]:
-  """Context with processes that compute `scores` and `compiled`; ends them in any case.
+  """Context with processes that compute `scores` and `part`; ends them in any case.
 
   Raises:
     ConfigError: a process was killed.

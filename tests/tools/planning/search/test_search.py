@@ -18,12 +18,11 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.devices import topology_of
-from t5x_gpu.tools.planning.prediction import Planner
 from t5x_gpu.tools.planning.remedies import SIZES
-from t5x_gpu.tools.planning.search import variants
+from t5x_gpu.tools.planning.search import variants, workers
 from t5x_gpu.tools.planning.search.search import SearchState, gin_text, search_text
 from t5x_gpu.tools.planning.search.variants import Variant
-from t5x_gpu.tools.planning.search.workers import Compiled, Score, SearchTask, Worker
+from t5x_gpu.tools.planning.search.workers import Compiled, Part, Score, SearchTask, Worker
 from tests.aot.cases import Case
 from tests.helpers_train import TINY_GIN
 from tests.messages import raises
@@ -54,7 +53,7 @@ def score(seconds, needed=10, *, least=0.8, dtype='bfloat16', family='a', **more
 
 
 def compiled_as(seconds, needed=10, **more):
-  return Compiled(seconds, 1e5, 0.5, int(needed * GIB), pool_bytes=100 * GIB, **more)
+  return Compiled(seconds, int(needed * GIB), 100 * GIB, **more)
 
 
 def test_layouts_use_all_devices_and_keep_what_talks_most_inside_a_host(config):
@@ -271,8 +270,7 @@ def worker_of(case):
     (('NUM_MICROBATCHES = 2',), ()),  # each layer takes all microbatches, in a loop
   ],
 )
-def test_few_layers_are_compiled_of_many_without_a_loop(bindings, layers, monkeypatch):
-  monkeypatch.setattr(Planner, 'compiles', True)
+def test_few_layers_are_compiled_of_many_without_a_loop(bindings, layers):
   case = Case(
     model='llama3_8b',
     layout='fsdp',
@@ -280,8 +278,21 @@ def test_few_layers_are_compiled_of_many_without_a_loop(bindings, layers, monkey
     bindings=("REMAT_POLICY = 'none'", *bindings),
   )
   worker = worker_of(case)
-  few = worker._with_few_layers(worker.config)
-  assert tuple(run.model.config.num_layers for run in few) == layers
+  program = worker.planner.program(worker.config, worker.topology)
+  assert workers.few_layers(program, worker.config, worker.planner.gpu) == layers
+
+
+def test_few_layers_tell_the_seconds_of_all_and_the_formula_their_memory():
+  whole = dataclasses.replace(score(9.5, 60), few_layers=(2, 4))
+  parts = [Part(1.35, 12 * GIB, 1.25, 12 * GIB), Part(1.89, 16 * GIB, 1.75, 16 * GIB)]
+  found = workers.joined(parts, whole)
+  assert found.seconds == pytest.approx(1.89 + (9.5 - 1.75) * (1.89 - 1.35) / (1.75 - 1.25))
+  assert (found.needed_bytes, found.layers) == (60 * GIB, (2, 4))
+  parts[1] = dataclasses.replace(parts[1], needed_bytes=20 * GIB)
+  assert workers.joined(parts, whole).needed_bytes == 75 * GIB, 'they need more than their formula'
+  assert not workers.joined(parts, dataclasses.replace(whole, needed_bytes=81 * GIB)).fits
+  all_layers = [Part(2.0, 40 * GIB, 9.5, 60 * GIB)]
+  assert workers.joined(all_layers, score(9.5, 60)) == compiled_as(2.0, 40)
 
 
 @pytest.mark.parametrize('dtype, is_faster', [('fp8', True), ('bfloat16', False)])
