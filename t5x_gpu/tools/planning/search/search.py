@@ -91,12 +91,12 @@ class SearchState:
   def estimate(self, score: Score) -> float:
     """Returns seconds per step: as compiled, or by formula and corrected by compiled relatives.
 
-    The correction is the family's average ratio of compiled to formula, else the precision's
-    smallest.
+    The correction is the average ratio of compiled to formula in the family, or in its twin with or
+    without overlap_layers, else the precision's smallest.
     """
     if score.variant in self.compiled:
       return self.compiled[score.variant].seconds
-    of_family = self._ratios.get(score.family)
+    of_family = self._ratios.get(score.family) or self._ratios.get(_twin(score.family))
     if of_family:
       return score.seconds * math.fsum(of_family) / len(of_family)
     return score.seconds * min(self._ratios.get(score.variant.dtype, [1.0]))
@@ -141,8 +141,6 @@ class SearchState:
     """
     best = self.best(dtype)
     limit = self.estimate(best) if best and best.variant in self.compiled else math.inf
-    slower = {_without_overlap(f) for f in self._ratios if isinstance(f, tuple)}
-    slower -= {_without_overlap(best.family)} if best else set()
     chosen: list[Score] = []
     for score in sorted(
       self.scores, key=lambda s: (self.estimate(s), _OVERLAPS not in s.family, s.needed_bytes)
@@ -154,13 +152,22 @@ class SearchState:
         continue
       if self.needed_bytes(score) > (1 if self.compiled else ALMOST) * score.pool_bytes:
         continue
-      is_known = score.family in self._ratios
-      if (self.estimate(score) if is_known else score.least_seconds) >= limit:
-        continue
-      twins = {*slower, *(_without_overlap(c.family) for c in chosen)}
-      if is_known or _without_overlap(score.family) not in twins:
+      twin = _twin(score.family)
+      if score.family in self._ratios:
+        is_promising = self.estimate(score) < limit
+      else:
+        is_open = twin not in self._ratios or (best is not None and best.family == twin)
+        is_promising = is_open and score.least_seconds < limit
+        is_promising &= not any(c.family in (score.family, twin) for c in chosen)
+      if is_promising:
         chosen.append(score)
     return chosen
+
+
+def _twin(family: tuple[object, ...]) -> tuple[object, ...]:
+  """Returns the family that differs in overlap_layers alone."""
+  plain = _without_overlap(family)
+  return plain if plain != family else (*plain, _OVERLAPS)
 
 
 def _without_overlap(family: tuple[object, ...]) -> tuple[object, ...]:
