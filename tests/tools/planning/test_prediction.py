@@ -218,8 +218,10 @@ LEAST_BYTES = 2**20  # less is norms and sums of the loss
 # gradient of the tied table while the last layer computes. With `dots`, the loss keeps a chunk
 # after its loop.
 # By layer, with one short row per microbatch, XLA keeps less than all gradients of a layer.
-# On one GPU (1x1), where layers run without a loop, XLA keeps about one array of logits longer.
+# On one GPU (1x1), where layers run without a loop, XLA keeps about one array of logits longer. In
+# zero1, it computes the logits of both chunks of the loss before it uses them.
 MEMORY_OF = {
+  'decoder_base zero1 h100 1x8': 0.15,
   'decoder_base dp h100 1x1': 0.15,
   'decoder_base dp h100 1x1 fp8': 0.15,
   'decoder_base fsdp h100 1x8 dots': 0.15,
@@ -236,9 +238,14 @@ TRAFFIC_OF = {
 }
 # Bytes that elementwise kernels read and write. With four microbatches, the relative bias is
 # computed four times, which counts in a small model, most with one short row per microbatch; layers
-# of a pipeline store its buckets.
+# of a pipeline store its buckets. With 4,096 tokens per GPU, XLA splits the sums of the kernels'
+# gradients over more cores and adds the parts, more on larger GPUs; with 16,384 tokens the formula
+# is exact.
 ELEMENTWISE = 0.14
 ELEMENTWISE_OF = {
+  'decoder_base fsdp h100 1x8': 0.18,
+  'decoder_base fsdp h200 1x8': 0.2,
+  'decoder_base fsdp b200 1x8': 0.28,
   'decoder_base dp h100 1x8': 0.18,  # XLA copies gradients into and out of combined all-reduces
   't5_1_1_base fsdp h100 1x8': 0.2,
   'decoder_base fsdp h100 1x8 by microbatch': 0.25,
