@@ -99,7 +99,7 @@ def test_a_ring_computes_the_logits_again_in_the_backward_pass_and_gathering_doe
 def of_a_block(table):
   """Returns FLOPs of a block's layers: forward, again, and back (twice), for the whole batch.
 
-  A block of one layer has no loop, so XLA leaves out what nothing reads of the layer computed again.
+  A block of one layer has no loop, so XLA does not compute again what nothing reads.
   """
   layers = C.num_layers // (table.num_stages * table.repeats)
   return 4 * layers * LAYER - (LAST_MATMUL if layers == 1 else 0)

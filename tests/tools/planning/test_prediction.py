@@ -218,12 +218,7 @@ LEAST_BYTES = 2**20  # less is norms and sums of the loss
 # gradient of the tied table while the last layer computes. With `dots`, the loss keeps a chunk
 # after its loop.
 # By layer, with one short row per microbatch, XLA keeps less than all gradients of a layer.
-# On one GPU (1x1), where layers run without a loop, XLA keeps about one array of logits longer. In
-# zero1, it computes the logits of both chunks of the loss before it uses them.
 MEMORY_OF = {
-  'decoder_base zero1 h100 1x8': 0.15,
-  'decoder_base dp h100 1x1': 0.15,
-  'decoder_base dp h100 1x1 fp8': 0.15,
   'decoder_base fsdp h100 1x8 dots': 0.15,
   'decoder_base pp h100 1x8 overlap_layers': 0.15,
   'decoder_base 3d h100 1x8 fp8': 0.15,

@@ -223,6 +223,10 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
   if stack.attention == 'dense' and shape.keeps in ('none', 'dots'):
     layers = stack.num_layers - stack.full_layers
     bytes_ += layers * _attention_logits(shape, c, stack)
+  elif c.relative_bias != 'none' and not (stack.has_loop or c.num_experts):
+    # XLA sums each row's gradients of the bias late: about half of the layers wait for it.
+    heads = shape.rows / shape.passes * c.num_heads / shape.model
+    bytes_ += stack.num_layers / 2 * shape.item_bytes * heads * stack.length**2 / shape.context
   return bytes_
 
 
