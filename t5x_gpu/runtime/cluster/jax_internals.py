@@ -4,8 +4,10 @@ We know of no issue of jax-ml/jax unless one is named.
 JAX is imported only when a function needs it: XLA's flags must be set before.
 """
 
+import contextlib
 import copy
 import importlib
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -82,6 +84,28 @@ def keep_folder_out_of_keys() -> None:
 
   key._hash_serialized_compile_options = hash_without_path
   key.xla_flags_to_exclude_from_cache_key.append(f'--{_TUNED_KERNELS}')
+
+
+def delete_unreadable_programs() -> None:
+  """Deletes the file of a program that cannot be read, for example because a full disk cut it off.
+
+  JAX warns and compiles then, but writes over no file: every later start would compile, too.
+  Missing: a cache that replaces what it cannot read.
+  """
+  cache = _private('compilation_cache')
+  if cache.get_executable_and_time.__module__ == __name__:
+    return
+  config, read = sys.modules['jax'].config, cache.get_executable_and_time
+
+  def read_or_delete(key: str, *args: Any, **more: Any) -> object:
+    try:
+      return read(key, *args, **more)
+    except Exception:
+      with contextlib.suppress(OSError):
+        os.remove(os.path.join(config.jax_compilation_cache_dir or '', f'{key}-cache'))
+      raise
+
+  cache.get_executable_and_time = read_or_delete
 
 
 def let_every_process_keep_programs() -> None:

@@ -72,6 +72,7 @@ def start_cache(platform: str, *, num_devices: Optional[int], environ: Mapping[s
     else:
       jax.config.update('jax_compilation_cache_dir', str(wanted))
   jax_internals.keep_folder_out_of_keys()
+  jax_internals.delete_unreadable_programs()
   if distributed.members():
     _turn_off_unless_shared()
     if platform == 'cpu':

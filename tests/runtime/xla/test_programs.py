@@ -41,6 +41,45 @@ def test_folders_that_are_not_shared_are_not_used(tmp_path):
   assert not [name for _, _, names in os.walk(tmp_path) for name in names]
 
 
+ONE_START = """
+import os
+import jax
+from t5x_gpu.runtime.xla import programs
+programs.start_cache('cpu', num_devices=1, environ=os.environ)
+assert jax.jit(lambda x: 2 * x + 1)(3.0) == 7
+print(programs.cache_line())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize('left', [0, 100, -1], ids=['empty', 'start', 'without the last byte'])
+def test_a_program_that_was_cut_off_is_compiled_once_and_replaced(tmp_path, left):
+  env = {
+    **os.environ,
+    'XDG_CACHE_HOME': str(tmp_path),
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'XLA_FLAGS': '',
+  }
+
+  def start():
+    done = subprocess.run(
+      [sys.executable, '-c', ONE_START], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, 'Error reading persistent compilation cache' in done.stderr
+
+  first, warns = start()
+  assert first.startswith('compiled programs: 0 of ') and not warns
+  kept = {path: path.read_bytes() for path in (tmp_path / 't5x_gpu/xla').glob('*-cache')}
+  for path, program in kept.items():
+    path.write_bytes(program[:left])
+  assert start() == (first, True)
+  again, warns = start()
+  number = first.split()[4]
+  assert again.startswith(f'compiled programs: {number} of {number} ') and not warns
+
+
 # What jax's keys contain of the devices (cache_key.get).
 OF_DEVICES = """
 import hashlib

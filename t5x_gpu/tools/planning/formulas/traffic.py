@@ -106,7 +106,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   # The optimizer state's table has the dimension that fsdp splits, for every ZeRO stage.
   arrays = list(array_layouts(layout.stored(saved, names, layout.rules.state), names))
   has_own_head = any('logits_dense' in p.name.split('/') for p in arrays)
-  tied = shape.num_outcomes > 0 and not has_own_head  # as in BERT's 'mlm', whatever its config says
+  tied = shape.num_outcomes > 0 and not has_own_head  # as BERT's 'mlm' always is
   for p in arrays:
     in_layers = 'layers' in p.names
     split = 'fsdp' in p.mesh_axes

@@ -39,7 +39,7 @@ from t5x_gpu.tools.planning.search.variants import (
   precisions,
   with_overlap,
 )
-from t5x_gpu.tools.planning.search.workers import Compiled, Part, Score, SearchTask
+from t5x_gpu.tools.planning.search.workers import Compiled, CompiledPart, Score, SearchTask
 
 # Number of compiles for the run's own precision, and for each other precision.
 LIMIT, LIMIT_OF_OTHERS = 6, 3
@@ -265,9 +265,9 @@ def _compile(found: SearchState, jobs: Sequence[_Job], bar: rich.progress.Progre
   bar.remove_task(line)
 
 
-def _outcome(score: Score, results: Sequence[Compiled | Part | str]) -> Compiled | str:
+def _outcome(score: Score, results: Sequence[Compiled | CompiledPart | str]) -> Compiled | str:
   for result in results:
-    if not isinstance(result, Part):
+    if not isinstance(result, CompiledPart):
       return result
   return workers.joined(results, score)
 

@@ -90,7 +90,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class CompiledPart:
   """A variant with few layers, or with all: seconds per step and bytes, compiled and by formula."""
 
   seconds: float
@@ -99,11 +99,11 @@ class Part:
   formula_bytes: int
 
 
-def joined(parts: Sequence[Part], score: Score) -> Compiled:
+def joined(parts: Sequence[CompiledPart], score: Score) -> Compiled:
   """Returns a prediction from compiled parts: the variant itself, or the same with few layers.
 
-  The seconds are those of the most layers, and each further layer adds the seconds that it adds by
-  formula, corrected by what the layers between add. Memory does not grow evenly, because few layers
+  Starts from the seconds of the most layers. Each further layer adds its seconds by formula, times
+  the ratio of compiled to formula between the two. Memory does not grow evenly, because few layers
   need less than the loss: it follows the formula, or what `parts` need beyond it.
 
   Args:
@@ -246,16 +246,16 @@ class Worker:
       parts.append(part)
     return joined(parts, score)
 
-  def part(self, variant: Variant, num_layers: Optional[int]) -> Part | str:
+  def part(self, variant: Variant, num_layers: Optional[int]) -> CompiledPart | str:
     """Returns a compiled variant; or why it does not compile.
 
     Args:
       variant: variant of the run.
-      num_layers: number of layers; None for those of the run.
+      num_layers: number of layers; None for the run's number.
     """
     return self._part(variant.applied(self.config), num_layers)
 
-  def _part(self, config: PlanConfig, num_layers: Optional[int]) -> Part | str:
+  def _part(self, config: PlanConfig, num_layers: Optional[int]) -> CompiledPart | str:
     if num_layers is not None:
       unroll = None if config_of(config.model).scan_unroll is None else num_layers
       model = with_config(config.model, num_layers=num_layers, scan_unroll=unroll)
@@ -265,7 +265,7 @@ class Worker:
       f = self.planner.by_formula(config, self.topology)
     except UserError as e:
       return str(e)
-    return Part(
+    return CompiledPart(
       p.seconds_per_step, p.memory.needed_bytes, f.seconds_per_step, f.memory.needed_bytes
     )
 
@@ -326,7 +326,7 @@ def given() -> Compiled | str:
   return _worker.given()
 
 
-def part(variant: Variant, num_layers: Optional[int]) -> Part | str:
+def part(variant: Variant, num_layers: Optional[int]) -> CompiledPart | str:
   """Calls `Worker.part` of the process."""
   return _worker.part(variant, num_layers)
 

@@ -22,7 +22,7 @@ from t5x_gpu.tools.planning.remedies import SIZES
 from t5x_gpu.tools.planning.search import variants, workers
 from t5x_gpu.tools.planning.search.search import SearchState, gin_text, search_text
 from t5x_gpu.tools.planning.search.variants import Variant
-from t5x_gpu.tools.planning.search.workers import Compiled, Part, Score, SearchTask, Worker
+from t5x_gpu.tools.planning.search.workers import Compiled, CompiledPart, Score, SearchTask, Worker
 from tests.aot.cases import Case
 from tests.helpers_train import TINY_GIN
 from tests.messages import raises
@@ -282,16 +282,19 @@ def test_few_layers_are_compiled_of_many_without_a_loop(bindings, layers):
   assert workers.few_layers(program, worker.config, worker.planner.gpu) == layers
 
 
-def test_few_layers_tell_the_seconds_of_all_and_the_formula_their_memory():
+def test_seconds_follow_few_layers_and_memory_follows_the_formula():
   whole = dataclasses.replace(score(9.5, 60), few_layers=(2, 4))
-  parts = [Part(1.35, 12 * GIB, 1.25, 12 * GIB), Part(1.89, 16 * GIB, 1.75, 16 * GIB)]
+  parts = [
+    CompiledPart(1.35, 12 * GIB, 1.25, 12 * GIB),
+    CompiledPart(1.89, 16 * GIB, 1.75, 16 * GIB),
+  ]
   found = workers.joined(parts, whole)
   assert found.seconds == pytest.approx(1.89 + (9.5 - 1.75) * (1.89 - 1.35) / (1.75 - 1.25))
   assert (found.needed_bytes, found.layers) == (60 * GIB, (2, 4))
   parts[1] = dataclasses.replace(parts[1], needed_bytes=20 * GIB)
   assert workers.joined(parts, whole).needed_bytes == 75 * GIB, 'they need more than their formula'
   assert not workers.joined(parts, dataclasses.replace(whole, needed_bytes=81 * GIB)).fits
-  all_layers = [Part(2.0, 40 * GIB, 9.5, 60 * GIB)]
+  all_layers = [CompiledPart(2.0, 40 * GIB, 9.5, 60 * GIB)]
   assert workers.joined(all_layers, score(9.5, 60)) == compiled_as(2.0, 40)
 
 
