@@ -149,18 +149,19 @@ def test_a_job_that_has_lost_the_node_of_its_script_is_requeued_by_another_node(
       flags = ('--nodes=3', *TWO_BY_TWO[1:])
       variables = {'PYTHON': str(python), 'RESTARTS': restarts}
       job = lab.sbatch(*flags, SCRIPT, 'my.gin', cwd=tmp_path, **variables)
-      deadline = time.monotonic() + 60
+      deadline = time.monotonic() + RUN_SECONDS
       while not (started := tmp_path / 'started').exists() or len(started.read_text()) < 30:
         assert time.monotonic() < deadline
         time.sleep(0.05)
       lab.lose_node(lab.nodes[0])
       (tmp_path / 'lost').touch()  # before Slurm has noticed
+      deadline = time.monotonic() + RUN_SECONDS
       while lab.job(job)['JobState'] == 'RUNNING':
         assert time.monotonic() < deadline, lab.job(job)
         time.sleep(0.1)
       lab.scontrol('update', f'nodename={lab.nodes[0]}', 'state=down', 'reason=lost')
       lab.start_node(lab.nodes[0])
-      ended = lab.wait(job, seconds=60)
+      ended = lab.wait(job, seconds=RUN_SECONDS)
   assert [ended[key] for key in ('JobState', 'Restarts', 'NumNodes')] == ['COMPLETED', '1', '3']
   assert not list(tmp_path.glob('.t5x_gpu_*'))
 
@@ -355,7 +356,7 @@ def test_a_signalled_task_of_an_array_is_requeued_and_the_others_are_left_alone(
     path = tmp_path / 'starts'
     return sorted(path.read_text().split()) if path.exists() else []
 
-  deadline = time.monotonic() + 60
+  deadline = time.monotonic() + RUN_SECONDS
   while not (tmp_path / 'waits').exists() or len(starts()) < 3:
     assert time.monotonic() < deadline, starts()
     time.sleep(0.02)
