@@ -105,11 +105,14 @@ class SearchState:
     """Returns the memory that a GPU needs: as compiled, or by formula and corrected.
 
     The correction is the largest ratio of compiled to formula in the family, with overlap_layers or
-    without it, else the precision's smallest.
+    without it, else the precision's smallest. It makes no variant smaller that is compiled with few
+    layers, because its memory follows the formula.
     """
     if score.variant in self.compiled:
       return self.compiled[score.variant].needed_bytes
     of_family = self._memory_ratios.get(_without_overlap(score.family))
+    if score.few_layers:
+      return score.needed_bytes * max([1.0, *(of_family or [])])
     if of_family:
       return score.needed_bytes * max(of_family)
     return score.needed_bytes * min(self._memory_ratios.get(score.variant.dtype, [1.0]))
@@ -150,7 +153,8 @@ class SearchState:
       tried = score.variant in self.compiled or score.variant in self.refused
       if score.variant.dtype != dtype or tried:
         continue
-      if self.needed_bytes(score) > (1 if self.compiled else ALMOST) * score.pool_bytes:
+      is_exact = self.compiled or score.few_layers
+      if self.needed_bytes(score) > (1 if is_exact else ALMOST) * score.pool_bytes:
         continue
       twin = _twin(score.family)
       if score.family in self._ratios:

@@ -282,6 +282,18 @@ def test_few_layers_are_compiled_of_many_without_a_loop(bindings, layers):
   assert workers.few_layers(program, worker.config, worker.planner.gpu) == layers
 
 
+def test_few_layers_are_not_compiled_of_what_does_not_fit_by_formula():
+  large = dataclasses.replace(score(1.0, 101), few_layers=(2, 4))
+  small, other = (
+    dataclasses.replace(score(1.1, 90), few_layers=(2, 4)),
+    score(1.0, 101, family='bb'),
+  )
+  found = SearchState(scores=[large, small, other])
+  assert found.next('bfloat16', 3) == [other, small], 'compiled whole, the other one may need less'
+  found.add(other, compiled_as(1.05, 50))
+  assert (found.needed_bytes(large), found.needed_bytes(small)) == (101 * GIB, 90 * GIB)
+
+
 def test_seconds_follow_few_layers_and_memory_follows_the_formula():
   whole = dataclasses.replace(score(9.5, 60), few_layers=(2, 4))
   parts = [
