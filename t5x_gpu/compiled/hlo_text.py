@@ -298,6 +298,8 @@ def _constant(instruction: Optional[Instruction]) -> Optional[int]:
 def parse(text: str) -> Module:
   """Returns the parsed module of `lowered.as_text('hlo')`, a dump, or `compiled.as_text()`.
 
+  Callers share the module, and must not change it.
+
   Raises:
     ValueError: the text has no entry computation.
   """

@@ -7,7 +7,6 @@ JAX is imported only when a function needs it: XLA's flags must be set before.
 import contextlib
 import copy
 import importlib
-import os
 import sys
 import types
 from collections.abc import Callable
@@ -95,14 +94,16 @@ def delete_unreadable_programs() -> None:
   cache = _private('compilation_cache')
   if cache.get_executable_and_time.__module__ == __name__:
     return
-  config, read = sys.modules['jax'].config, cache.get_executable_and_time
+  read = cache.get_executable_and_time
 
-  def read_or_delete(key: str, *args: Any, **more: Any) -> object:
+  def read_or_delete(cache_key: str, *args: Any, **more: Any) -> object:
     try:
-      return read(key, *args, **more)
+      return read(cache_key, *args, **more)
+    except OSError:
+      raise  # of the file server, not of the file
     except Exception:
-      with contextlib.suppress(OSError):
-        os.remove(os.path.join(config.jax_compilation_cache_dir or '', f'{key}-cache'))
+      with contextlib.suppress(Exception):  # a bucket has errors of its own
+        (cache._cache._path / f'{cache_key}-cache').unlink()
       raise
 
   cache.get_executable_and_time = read_or_delete

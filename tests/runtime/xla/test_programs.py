@@ -4,9 +4,11 @@ import os
 import platform
 import subprocess
 import sys
+import types
 
 import pytest
 
+from t5x_gpu.runtime.cluster import jax_internals
 from tests.runtime.test_distributed import run_two
 
 
@@ -78,6 +80,24 @@ def test_a_program_that_was_cut_off_is_compiled_once_and_replaced(tmp_path, left
   again, warns = start()
   number = first.split()[4]
   assert again.startswith(f'compiled programs: {number} of {number} ') and not warns
+
+
+def test_only_a_program_that_cannot_be_read_is_deleted(tmp_path, monkeypatch):
+  def read(cache_key):
+    raise errors.pop()
+
+  errors = [ValueError('cut off'), OSError('the file server')]
+  cache = jax_internals._private('compilation_cache')
+  monkeypatch.setattr(cache, 'get_executable_and_time', read)
+  monkeypatch.setattr(cache, '_cache', types.SimpleNamespace(_path=tmp_path))
+  for name in ('one', 'other'):
+    (tmp_path / f'{name}-cache').touch()
+  jax_internals.delete_unreadable_programs()
+  for error in (OSError, ValueError):
+    with pytest.raises(error):
+      cache.get_executable_and_time(cache_key='one')
+    assert (tmp_path / 'one-cache').exists() == (error is OSError)
+  assert (tmp_path / 'other-cache').exists()
 
 
 # What jax's keys contain of the devices (cache_key.get).

@@ -223,11 +223,21 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
   if stack.attention == 'dense' and shape.keeps in ('none', 'dots'):
     layers = stack.num_layers - stack.full_layers
     bytes_ += layers * _attention_logits(shape, c, stack)
-  elif c.relative_bias != 'none' and not (stack.has_loop or c.num_experts):
-    # XLA sums each row's gradients of the bias late: about half of the layers wait for it.
+  elif _keeps_bias_gradients(shape, c, stack):
     heads = shape.rows / shape.passes * c.num_heads / shape.model
     bytes_ += stack.num_layers / 2 * shape.item_bytes * heads * stack.length**2 / shape.context
   return bytes_
+
+
+def _keeps_bias_gradients(shape: StepShape, c: TransformerConfig, stack: StackShape) -> bool:
+  """Returns whether about half of the layers keep each row's gradients of the relative bias.
+
+  A kernel writes them, and XLA adds the rows late; of two stacks, the last one is at the peak. With
+  experts, `_all_of_a_layer` counts as for a loop, which is more than XLA keeps.
+  """
+  is_kernel = stack.attention not in ('dense', 'chunked')
+  has_loop = stack.has_loop or c.num_experts > 0
+  return c.relative_bias != 'none' and is_kernel and not has_loop and stack is shape.stacks[-1]
 
 
 # Hidden features that the backward pass of an activation reads, its input included; and without a

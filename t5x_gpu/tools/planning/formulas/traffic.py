@@ -105,8 +105,9 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   sizes, sends_bfloat16 = _LayerSizes(), layout.gradient_dtype == 'bfloat16'
   # The optimizer state's table has the dimension that fsdp splits, for every ZeRO stage.
   arrays = list(array_layouts(layout.stored(saved, names, layout.rules.state), names))
-  has_own_head = any('logits_dense' in p.name.split('/') for p in arrays)
-  tied = shape.num_outcomes > 0 and not has_own_head  # as BERT's 'mlm' always is
+  # The tables of tokens and logits; BERT's 'mlm' always ties them.
+  tables = [p for p in arrays if {'vocab', 'embed'} <= set(p.names)]
+  tied = shape.num_outcomes > 0 and len(tables) == 1
   for p in arrays:
     in_layers = 'layers' in p.names
     split = 'fsdp' in p.mesh_axes

@@ -4,9 +4,9 @@
     found.best('bfloat16').variant
 
 Compiled variants correct the formulas of related ones. The search of a precision ends when no other
-variant promises a faster step, or after `limit` compiles. Without a loop over many layers, a step
-takes minutes to compile: of a variant that runs so, the search compiles few layers, and the best
-variant without its loop it predicts by formula alone.
+variant promises a faster step, or after `limit` compiles. A step without a loop over its layers
+takes minutes to compile: the search compiles few of many such layers. It predicts the best variant
+without its loop by formula alone.
 `search_text` and `search_json` show the variants; `gin_text` gives the best one as a gin file, with
 the reason for each choice.
 """
@@ -80,9 +80,10 @@ class SearchState:
       self.refused[score.variant] = outcome
       return
     self.compiled[score.variant] = outcome
-    ratio = outcome.needed_bytes / score.needed_bytes
-    for relatives in (_without_overlap(score.family), score.variant.dtype):
-      self._memory_ratios.setdefault(relatives, []).append(ratio)
+    if not outcome.layers:  # the memory of few layers follows the formula
+      ratio = outcome.needed_bytes / score.needed_bytes
+      for relatives in (_without_overlap(score.family), score.variant.dtype):
+        self._memory_ratios.setdefault(relatives, []).append(ratio)
     if outcome.fits:  # the time of a variant that is too large is void
       ratio = outcome.seconds / score.seconds
       for relatives in (score.family, score.variant.dtype):
@@ -105,17 +106,15 @@ class SearchState:
     """Returns the memory that a GPU needs: as compiled, or by formula and corrected.
 
     The correction is the largest ratio of compiled to formula in the family, with overlap_layers or
-    without it, else the precision's smallest. It makes no variant smaller that is compiled with few
-    layers, because its memory follows the formula.
+    without it, else the precision's smallest; at least 1 for variants compiled with few layers,
+    whose memory follows the formula.
     """
     if score.variant in self.compiled:
       return self.compiled[score.variant].needed_bytes
     of_family = self._memory_ratios.get(_without_overlap(score.family))
-    if score.few_layers:
-      return score.needed_bytes * max([1.0, *(of_family or [])])
-    if of_family:
-      return score.needed_bytes * max(of_family)
-    return score.needed_bytes * min(self._memory_ratios.get(score.variant.dtype, [1.0]))
+    of_precision = self._memory_ratios.get(score.variant.dtype, [1.0])
+    ratio = max(of_family) if of_family else min(of_precision)
+    return score.needed_bytes * (max(ratio, 1.0) if score.few_layers else ratio)
 
   def fits(self, score: Score) -> bool:
     """Returns whether a variant fits; by `needed_bytes` if it was not compiled."""
@@ -140,7 +139,7 @@ class SearchState:
     From a family with compiled variants: all whose estimate is faster. From any other family: one,
     if it would be faster with every collective hidden. Of families that differ only in
     overlap_layers, the one with it comes first, because it hides more of the same bytes; the other
-    one follows only if the first has the best.
+    one follows if the first has the best, or did not fit.
     """
     best = self.best(dtype)
     limit = self.estimate(best) if best and best.variant in self.compiled else math.inf
@@ -153,8 +152,9 @@ class SearchState:
       tried = score.variant in self.compiled or score.variant in self.refused
       if score.variant.dtype != dtype or tried:
         continue
-      is_exact = self.compiled or score.few_layers
-      if self.needed_bytes(score) > (1 if is_exact else ALMOST) * score.pool_bytes:
+      # The first compiles may correct a formula that is a little too large; few layers never do.
+      most = 1 if self.compiled or score.few_layers else ALMOST
+      if self.needed_bytes(score) > most * score.pool_bytes:
         continue
       twin = _twin(score.family)
       if score.family in self._ratios:
@@ -263,7 +263,8 @@ def _compile(found: SearchState, jobs: Sequence[_Job], bar: rich.progress.Progre
   job_of = {future: job for job in jobs for future in job[1]}
   for future in concurrent.futures.as_completed(job_of):
     score, parts = job_of[future]
-    if all(part.done() for part in parts):
+    is_new = score.variant not in found.compiled and score.variant not in found.refused
+    if is_new and all(part.done() for part in parts):
       found.add(score, _outcome(score, [part.result() for part in parts]))
       bar.advance(line)
   bar.remove_task(line)
@@ -271,7 +272,7 @@ def _compile(found: SearchState, jobs: Sequence[_Job], bar: rich.progress.Progre
 
 def _outcome(score: Score, results: Sequence[Compiled | CompiledPart | str]) -> Compiled | str:
   for result in results:
-    if not isinstance(result, CompiledPart):
+    if not isinstance(result, CompiledPart):  # all of the variant, or why it does not compile
       return result
   return workers.joined(results, score)
 
@@ -364,7 +365,8 @@ def _how(found: SearchState, variant: Variant) -> str:
   if variant not in found.compiled:
     return 'by formula'
   layers = found.compiled[variant].layers
-  return f'from {" and ".join(map(str, layers))} layers' if layers else 'as compiled'
+  numbers = ' and '.join(map(str, layers))
+  return f'from {numbers} layers, memory by formula' if layers else 'as compiled'
 
 
 def _beside(given: Compiled, best: Optional[float]) -> str:
@@ -420,13 +422,13 @@ def gin_text(
     files: the gin files of the run.
   """
   v = best.variant
-  p = found.compiled.get(v)
   wanted = v.applied(given).partitioner
   wanted = dataclasses.replace(wanted, num_partitions=wanted.num_partitions or 1)
   layout = _for_any_hosts(layout_settings(wanted, given.partitioner))
   faster = best.seconds / found.estimate(best)
-  speed = f', {best.tokens_per_second * faster:,.0f} tokens/s' if p else ''
-  speed += f', MFU {best.mfu * faster:.1%}' if p and best.mfu else ''
+  is_compiled = v in found.compiled
+  speed = f', {best.tokens_per_second * faster:,.0f} tokens/s' if is_compiled else ''
+  speed += f', MFU {best.mfu * faster:.1%}' if is_compiled and best.mfu else ''
   memory = f'{show(found.needed_bytes(best))} of {show(best.pool_bytes)} per GPU'
   lines = [
     f'# The fastest that `t5x_gpu.plan --search` found for {gpus}: {_words(best)}.',

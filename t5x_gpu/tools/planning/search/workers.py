@@ -264,7 +264,7 @@ class Worker:
       p = self.planner.silently(config, self.topology)
       f = self.planner.by_formula(config, self.topology)
     except UserError as e:
-      return str(e)
+      return str(e) if num_layers is None else f'with {num_layers} layers: {e}'
     return CompiledPart(
       p.seconds_per_step, p.memory.needed_bytes, f.seconds_per_step, f.memory.needed_bytes
     )
@@ -273,15 +273,15 @@ class Worker:
 def few_layers(program: Program, config: PlanConfig, gpu: GpuTarget) -> tuple[int, ...]:
   """Returns numbers of layers to compile in place of many that run without a loop; otherwise ()."""
   of_model = config_of(config.model)
-  if of_model is None or of_model.full_remat_layers:
+  if of_model is None or of_model.full_remat_layers or program.layout.pipeline is not None:
     return ()
+  if 'encoder_layers' in config.model.logical_sizes():
+    return ()  # the encoder's number of layers is its own
   kinds = math.lcm(len(of_model.windows), len(of_model.ropes) or 1)
   least = math.ceil(_FEW / kinds) * kinds
   shape = step_shape(program, config.model, num_microbatches=config.num_microbatches, gpu=gpu)
   if any(stack.has_loop or stack.num_layers < 8 * least for stack in shape.stacks):
     return ()
-  if 'encoder_layers' in config.model.logical_sizes():
-    return ()  # the encoder's number of layers is its own
   return least, 2 * least
 
 
@@ -308,7 +308,7 @@ def _start(task: SearchTask) -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   _worker = Worker(task)
   gc.freeze()  # every later collection skips the modules
-  gc.set_threshold(100_000, 50, 1000)  # traces and parsed programs are objects by the million
+  gc.set_threshold(100_000, 50, 10)  # traces and parsed programs are objects by the million
 
 
 def scores(layout: Layout, num_microbatches: int) -> list[Score]:

@@ -1,5 +1,6 @@
 """`plan --search`: the variants that it compares and compiles, and the gin file of the best."""
 
+import concurrent.futures
 import dataclasses
 import json
 import math
@@ -19,6 +20,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.devices import topology_of
 from t5x_gpu.tools.planning.remedies import SIZES
+from t5x_gpu.tools.planning.search import search as search_module
 from t5x_gpu.tools.planning.search import variants, workers
 from t5x_gpu.tools.planning.search.search import SearchState, gin_text, search_text
 from t5x_gpu.tools.planning.search.variants import Variant
@@ -280,6 +282,38 @@ def test_few_layers_are_compiled_of_many_without_a_loop(bindings, layers):
   worker = worker_of(case)
   program = worker.planner.program(worker.config, worker.topology)
   assert workers.few_layers(program, worker.config, worker.planner.gpu) == layers
+
+
+def test_a_stage_is_compiled_with_all_its_layers():
+  bindings = ("REMAT_POLICY = 'none'", 'TransformerConfig.scan_unroll = 32')
+  case = Case(model='llama3_8b', layout='pp', batch=(64, 4096), bindings=bindings)
+  worker = worker_of(case)
+  program = worker.planner.program(worker.config, worker.topology)
+  assert program.layout.pipeline is not None
+  assert workers.few_layers(program, worker.config, worker.planner.gpu) == ()
+
+
+def test_a_variant_whose_parts_end_together_counts_once():
+  few = dataclasses.replace(score(2.0, 50), few_layers=(2, 4))
+  parts = [concurrent.futures.Future(), concurrent.futures.Future()]
+  for part, layers in zip(parts, (1, 2)):
+    part.set_result(CompiledPart(layers, layers * GIB, layers / 2, layers * GIB))
+  found = SearchState(scores=[few])
+  with search_module._progress() as bar:
+    search_module._compile(found, [(few, parts)], bar)
+  assert found.compiled == {few.variant: compiled_as(4.0, 50, layers=(2, 4))}
+  assert found._ratios == {few.family: [2.0], 'bfloat16': [2.0]} and not found._memory_ratios
+
+
+def test_a_refused_part_refuses_the_variant():
+  few = dataclasses.replace(score(2.0, 50), few_layers=(2, 4))
+  parts = [concurrent.futures.Future(), concurrent.futures.Future()]
+  parts[0].set_result(CompiledPart(1.0, GIB, 1.0, GIB))
+  parts[1].set_result('with 4 layers: no')
+  found = SearchState(scores=[few])
+  with search_module._progress() as bar:
+    search_module._compile(found, [(few, parts)], bar)
+  assert found.refused == {few.variant: 'with 4 layers: no'} and not found.fits(few)
 
 
 def test_few_layers_are_not_compiled_of_what_does_not_fit_by_formula():
