@@ -156,6 +156,19 @@ class Hosts:
     assert len({address for _, address in texts}) == 1
     return [int(pid) for pid, _ in texts]
 
+  def has_link(self, index: int, to: int) -> bool:
+    """Returns whether the agent of a host has a connection to the agent of another host."""
+    port = int(self.addresses[to].rpartition(':')[2])
+    sockets = set()
+    for fd in pathlib.Path(f'/proc/{self.pids[index]}/fd').iterdir():
+      with contextlib.suppress(OSError):  # it was closed
+        sockets.add(os.readlink(fd))
+    rows = [row.split() for row in pathlib.Path('/proc/net/tcp').read_text().splitlines()[1:]]
+    open_to = {
+      f'socket:[{row[9]}]' for row in rows if row[3] == '01' and row[2][-4:] == f'{port:04X}'
+    }
+    return not sockets.isdisjoint(open_to)
+
   def kill_agent(self, index: int, *workers: int) -> None:
     """kill -9 of everything on a host."""
     for pid in (self.pids[index], *workers):
@@ -214,6 +227,7 @@ def test_a_stopped_host_is_left_out_and_ends_its_workers_once_it_continues(three
     os.kill(pid, signal.SIGCONT)
   three.wait_for(lambda: 'host 0, which leads, is lost' in three.output(2))
   three.wait_for(lambda: not any(map(runs, old)))
+  three.wait_for(lambda: three.has_link(2, to=0))  # after the end, no host would answer
   (three.folder / 'done').touch()
   assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(2)
 
