@@ -102,7 +102,7 @@ def delete_unreadable_programs() -> None:
     except OSError:
       raise  # of the file server, not of the file
     except Exception:
-      with contextlib.suppress(Exception):  # a bucket has errors of its own
+      with contextlib.suppress(Exception):  # the clients of gs:// and s3:// raise other exceptions
         (cache._cache._path / f'{cache_key}-cache').unlink()
       raise
 
