@@ -228,7 +228,7 @@ def build_program(
     eval_step=make_eval_step(config, form),
   )
   layout = form.with_costs(shapes)
-  layout = dataclasses.replace(layout, notes=(*layout.notes, *_notes_on_settings(config, layout)))
+  layout = dataclasses.replace(layout, notes=(*layout.notes, *_notes_on_settings(config, layout, spec)))
   return Program(
     config,
     layout,
@@ -260,7 +260,12 @@ _NEEDED_SETTINGS = {
 }
 
 
-def _notes_on_settings(config: StepConfig, layout: Layout) -> Iterator[str]:
+# From so many tokens of a microbatch on a device, steps by microbatch were up to 22% faster than by
+# layer; with 2,048, from 11% faster to 13% slower (docs/decisions.md).
+_TOKENS_BY_MICROBATCH = 4096
+
+
+def _notes_on_settings(config: StepConfig, layout: Layout, spec: BatchSpec) -> Iterator[str]:
   """Yields notes on settings that another setting makes void or costly."""
   partitioner, of_model = config.partitioner, config_of(config.model)
   if layout.mesh.size > 1:  # a single device has no layout, so notes on it would be noise
@@ -287,7 +292,7 @@ def _notes_on_settings(config: StepConfig, layout: Layout) -> Iterator[str]:
     for setting, needed in _changed(of_model, _NEEDED_SETTINGS):
       if not getattr(of_model, needed):
         yield f'{setting} has no effect: {needed} = {getattr(of_model, needed)}'
-    yield from _notes_on_remat(of_model, layout, config.num_microbatches)
+    yield from _notes_on_remat(of_model, layout, config.num_microbatches, spec)
 
 
 def _changed(settings: Any, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -299,7 +304,7 @@ def _changed(settings: Any, names: Mapping[str, str]) -> Iterator[tuple[str, str
 
 
 def _notes_on_remat(
-  of_model: TransformerConfig, layout: Layout, num_microbatches: int
+  of_model: TransformerConfig, layout: Layout, num_microbatches: int, spec: BatchSpec
 ) -> Iterator[str]:
   policy, by_layer = of_model.remat_policy, layout.region.by_layer(num_microbatches)
   if of_model.full_remat_layers and (by_layer or policy == 'full'):
@@ -315,10 +320,19 @@ def _notes_on_remat(
       "again in any case; 'minimal' keeps the activations of one microbatch instead"
     )
   if by_layer and policy not in REPEATS_MATMULS:
-    yield (
+    note = (
       f"{setting} has no effect: Partitioner.accumulate_by = 'layer' computes each layer again in "
       'the backward pass'
     )
+    length = min(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
+    parts = layout.batch_parts * layout.mesh.shape['context'] * num_microbatches
+    tokens = spec.batch_size * length // parts
+    if tokens >= _TOKENS_BY_MICROBATCH and not layout.sizes.crosses_hosts('fsdp'):
+      note += (
+        f"; 'microbatch' is usually faster with {tokens:,} tokens per microbatch and device, if it "
+        'fits: python -m t5x_gpu.plan'
+      )
+    yield note
 
 
 def host_counts(program: Program) -> tuple[int, ...]:

@@ -21,7 +21,9 @@ T5_LENGTHS = {'inputs': 8, 'targets': 8}
 OVERLAP = dict(overlap_layers=True)
 
 
-def program(partitioner=(), model=(), *, num_devices=4, num_microbatches=1, t5=False):
+def program(
+  partitioner=(), model=(), *, num_devices=4, num_hosts=1, num_microbatches=1, t5=False, length=8
+):
   config = dataclasses.replace(CONFIG, **dict(model))
   return build_with(
     model=EncoderDecoderModel(config) if t5 else DecoderOnlyModel(config),
@@ -29,9 +31,9 @@ def program(partitioner=(), model=(), *, num_devices=4, num_microbatches=1, t5=F
     learning_rate=constant(1e-2),
     pack=False,
     partitioner=Partitioner(**dict(partitioner)),
-    topology=Topology(1, num_devices),
+    topology=Topology(num_hosts, num_devices // num_hosts),
     devices=jax.devices()[:num_devices],
-    task_feature_lengths=T5_LENGTHS if t5 else {'targets': 8},
+    task_feature_lengths=T5_LENGTHS if t5 else {'targets': length},
     batch_size=16,
     num_microbatches=num_microbatches,
   )
@@ -88,6 +90,27 @@ def test_a_setting_without_effect_is_noted(partitioner, options, said):
 )
 def test_settings_with_an_effect_and_defaults_are_not_noted(partitioner, options):
   assert program(partitioner, **options).layout.notes == ()
+
+
+INSIDE = dict(ici_mesh_shape={'fsdp': 2})
+
+
+@pytest.mark.parametrize(
+  'tokens, partitioner, num_hosts, said',
+  [
+    (2048, dict(fsdp=4), 1, False),
+    (4096, dict(fsdp=4), 1, True),
+    (4096, dict(dcn_mesh_shape={'data': 2}, **INSIDE), 2, True),
+    (4096, dict(dcn_mesh_shape={'fsdp': 2}, **INSIDE), 2, False),
+  ],
+)
+def test_large_microbatches_inside_a_host_name_the_other_order(
+  tokens, partitioner, num_hosts, said
+):
+  options = dict(num_hosts=num_hosts, num_microbatches=2, length=tokens // 2)
+  (note,) = program(partitioner, **options).layout.notes
+  assert 'computes each layer again' in note
+  assert (f'{tokens:,} tokens per microbatch and device' in note) == said
 
 
 def test_a_pipeline_overlaps_layers_in_the_last_microbatch_too():
