@@ -209,8 +209,8 @@ def in_process(case: Case) -> dict[str, Any]:
 def line(name: str, figures: dict[str, Any]) -> str:
   """Returns a row of a Markdown table.
 
-  GiB of arguments, temporaries and outputs; GB that elementwise kernels (in brackets: copies) and
-  matmuls read and write; TFLOP of matmuls, and ms at RATES; matrix kernels; GB sent, and the hidden
+  GiB of arguments, temporaries and outputs; GB that elementwise kernels (in brackets: those that
+  only move data, and copies) and matmuls read and write; TFLOP of matmuls, and ms at RATES; matrix kernels; GB sent, and the hidden
   share.
   """
   gib = [figures[f'{part}_bytes'] / 2**30 for part in ('argument', 'temporary', 'output')]
@@ -223,11 +223,11 @@ def line(name: str, figures: dict[str, Any]) -> str:
     if n['bytes'] >= 5e7
   )
   moved = figures['traffic']
-  parts = ('other_bytes', 'matmul_bytes', 'copied_bytes')
-  elementwise, matmuls, copies = (round(moved[part] / 1e9) for part in parts)
+  parts = ('other_bytes', 'moved_bytes', 'copied_bytes', 'matmul_bytes')
+  elementwise, only_moves, copies, matmuls = (round(moved[part] / 1e9) for part in parts)
   return (
     f'| {name} | {gib[0]:.1f} + {gib[1]:.1f} = {sum(gib):.1f} | '
-    f'{elementwise} ({copies}) + {matmuls} | {moved["matmul_flops"] / 1e12:.1f}, '
+    f'{elementwise} ({only_moves}, {copies}) + {matmuls} | {moved["matmul_flops"] / 1e12:.1f}, '
     f'{1e3 * figures["roofline_seconds"]:.0f} ms | {kernels} | {sent} |'
   )
 

@@ -36,6 +36,12 @@ _COLLECTIVES = (
 _NO_VALUES = '"AllocateBuffer"'  # target of the custom call that reserves an array's memory
 _SLICES = ('dynamic-slice', 'slice', 'gather')
 _UPDATE = 'dynamic-update-slice'
+# Instructions that compute no values: a kernel of these only moves data.
+_MOVES = {
+  *('parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'reshape'),
+  *('copy', 'copy-start', 'transpose', 'convert', 'broadcast', 'slice', 'dynamic-slice', _UPDATE),
+  *('concatenate', 'pad', 'reverse'),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +53,16 @@ class Traffic:
     matmul_flops: FLOPs of the matmuls, without attention.
     matmul_bytes: bytes of the kernels of `kernels.KERNEL_KINDS`: matmuls and attention.
     other_bytes: bytes of all other kernels.
-    copied_bytes: the part of `other_bytes` that copies an array as it is.
+    moved_bytes: the part of `other_bytes` of kernels that compute nothing: copies, transposes,
+      slices, conversions and fills.
+    copied_bytes: the part of `moved_bytes` that copies an array as it is.
   """
 
   kernels: int
   matmul_flops: float
   matmul_bytes: int
   other_bytes: int
+  moved_bytes: int
   copied_bytes: int
 
 
@@ -69,6 +78,7 @@ class KernelTraffic:
     num_bytes: bytes of all runs.
     flops: FLOPs of all runs, as `Kernels.flops`.
     in_branch: as in `Visit`: it may run less often.
+    only_moves: whether it computes nothing.
   """
 
   instruction: Instruction
@@ -78,6 +88,7 @@ class KernelTraffic:
   num_bytes: int
   flops: float = 0.0
   in_branch: bool = False
+  only_moves: bool = False
 
   @property
   def multiplies(self) -> bool:
@@ -108,6 +119,7 @@ def kernel_traffic(hlo: str) -> list[KernelTraffic]:
         visit.count * bytes_moved(module, computation, instruction),
         visit.count * kernels.flops(computation, instruction) if kind else 0.0,
         visit.in_branch,
+        _only_moves(module, instruction),
       )
     )
   return found
@@ -119,6 +131,13 @@ def _is_kernel(instruction: Instruction) -> bool:
     and not instruction.opcode.startswith(_COLLECTIVES)
     and instruction.attribute('custom_call_target') != _NO_VALUES
   )
+
+
+def _only_moves(module: Module, instruction: Instruction) -> bool:
+  inside = [instruction]
+  if instruction.opcode == 'fusion':
+    inside = [*module.computations[module.called(instruction)[0]].instructions.values()]
+  return all(i.opcode in _MOVES for i in inside)
 
 
 def _fused_name(module: Module, fusion: Instruction) -> str:
@@ -140,6 +159,7 @@ def traffic(kernels: Sequence[KernelTraffic]) -> Traffic:
     matmul_flops=sum(k.flops for k in kernels),
     matmul_bytes=sum(k.num_bytes for k in kernels if k.multiplies),
     other_bytes=sum(k.num_bytes for k in others),
+    moved_bytes=sum(k.num_bytes for k in others if k.only_moves),
     copied_bytes=sum(k.num_bytes for k in copies),
   )
 

@@ -43,8 +43,12 @@ ON_EACH_VERSION = (
   'llama3_2_1b fsdp h100 1x8',
   'llama3_8b fsdp h100 1x8',
   'llama3_8b fsdp h100 1x8 minimal',
+  'llama3_8b fsdp h100 1x8 dots',
+  'llama3_8b fsdp h100 1x8 fp8, a row per GPU',
   'llama3_8b fsdp h100 1x8 full GPU',
   'qwen3_1_7b fsdp h100 1x8',
+  'gemma2_2b fsdp h100 1x8',
+  'gpt2_xl fsdp h100 1x8 dots',
 )
 
 
@@ -84,7 +88,7 @@ def problems(now: dict, before: dict, *, num_layers: int) -> list[str]:
   new, old = (figures['traffic']['matmul_flops'] for figures in (now, before))
   if abs(new - old) > FLOPS * old:
     found.append(f'FLOPs of matmuls: {new:.4g}, recorded {old:.4g}')
-  for part in ('matmul_bytes', 'other_bytes', 'copied_bytes'):
+  for part in ('matmul_bytes', 'other_bytes', 'moved_bytes', 'copied_bytes'):
     compare_bytes(part, now['traffic'][part], before['traffic'][part])
   new, old = (figures['traffic']['kernels'] for figures in (now, before))
   if abs(new - old) > min(KERNELS * old, num_layers - 1):

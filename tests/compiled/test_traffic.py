@@ -69,6 +69,7 @@ def test_slices_and_updates_in_place_touch_only_their_part_and_loops_count_each_
     matmul_flops=2 * (2 * 8 * 16 * 16),
     matmul_bytes=2 * 3 * ARRAY,
     other_bytes=2 * (added + copied) + sliced + updated,
+    moved_bytes=2 * copied + sliced + updated,
     copied_bytes=2 * copied,
   )
 
@@ -83,6 +84,7 @@ def test_an_update_that_reads_its_own_part_does_not_read_the_whole_array():
   assert zero in STEP and row in STEP
   before, after = (traffic(kernel_traffic(hlo)) for hlo in (STEP, STEP.replace(row, adds)))
   assert after.other_bytes == before.other_bytes + ARRAY
+  assert after.moved_bytes == before.moved_bytes - (ARRAY + INDEX + ARRAY), 'it adds'
 
 
 def test_a_fusion_on_another_stream_counts_as_the_same_fusion():
