@@ -209,9 +209,9 @@ def in_process(case: Case) -> dict[str, Any]:
 def line(name: str, figures: dict[str, Any]) -> str:
   """Returns a row of a Markdown table.
 
-  GiB of arguments, temporaries and outputs; GB that elementwise kernels (in brackets: those that
-  only move data, and copies) and matmuls read and write; TFLOP of matmuls, and ms at RATES; matrix kernels; GB sent, and the hidden
-  share.
+  GiB of arguments, temporaries and outputs; GB that elementwise kernels (in brackets: kernels that
+  only move data, and copies) and matmuls read and write; TFLOP of matmuls, and ms at RATES; matrix
+  kernels; GB sent, and the hidden share.
   """
   gib = [figures[f'{part}_bytes'] / 2**30 for part in ('argument', 'temporary', 'output')]
   kernels = ', '.join(

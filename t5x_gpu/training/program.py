@@ -228,7 +228,9 @@ def build_program(
     eval_step=make_eval_step(config, form),
   )
   layout = form.with_costs(shapes)
-  layout = dataclasses.replace(layout, notes=(*layout.notes, *_notes_on_settings(config, layout, spec)))
+  layout = dataclasses.replace(
+    layout, notes=(*layout.notes, *_notes_on_settings(config, layout, spec))
+  )
   return Program(
     config,
     layout,
