@@ -128,10 +128,22 @@ def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
   }
 
 
-def measure(repeats: int, torch: Optional[str]) -> dict[str, Any]:
+def commit() -> str:
+  """Returns what `git describe` calls this checkout: a commit, '-dirty' if files differ from it."""
+  return subprocess.run(
+    ['git', 'describe', '--always', '--dirty'],
+    cwd=ROOT,
+    check=True,
+    text=True,
+    stdout=subprocess.PIPE,
+  ).stdout.strip()
+
+
+def measure(repeats: int, torch: Optional[str], *, runs: bool) -> dict[str, Any]:
+  """Returns medians over `repeats` rounds; of whole runs, too, if `runs`."""
   results: dict[str, list[dict[str, Any]]] = {}
   for i in range(repeats):
-    for example, options in RUNS.items():
+    for example, options in RUNS.items() if runs else ():
       results.setdefault(f't5x_gpu {example}', []).append(train(example, options))
     results.setdefault(f't5x_gpu.bench {TIMED_ALONE}', []).append(
       bench(TIMED_ALONE, RUNS[TIMED_ALONE])
@@ -149,11 +161,13 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--torch', metavar='PYTHON', help='a Python that has PyTorch')
+  parser.add_argument('--only_steps', action='store_true', help='time no whole runs')
+  parser.add_argument('--out', type=pathlib.Path, default=OUT)
   args = parser.parse_args()
   load = os.getloadavg()[0]
   if load > 0.5:
     print(f'Something else is running (load {load:.1f}); the seconds will be too long.')
-  results = measure(args.repeats, args.torch)
+  results = measure(args.repeats, args.torch, runs=not args.only_steps)
   versions = subprocess.run(
     [
       sys.executable,
@@ -168,6 +182,7 @@ def main() -> None:
     'command': ' '.join(
       ['python', 'benchmarks/cpu.py', *(os.path.basename(word) for word in sys.argv[1:])]
     ),
+    'commit': commit(),
     'date': datetime.date.today().isoformat(),
     'load_at_start': load,
     'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',
@@ -176,7 +191,7 @@ def main() -> None:
     'repeats': args.repeats,
     'medians': results,
   }
-  OUT.write_text(json.dumps(report, indent=1) + '\n')
+  args.out.write_text(json.dumps(report, indent=1) + '\n')
   print(json.dumps(report, indent=1))
 
 
