@@ -129,11 +129,10 @@ def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def commit() -> str:
-  """Returns what `git describe` calls this checkout: a commit, '-dirty' if files differ from it."""
+  """Returns the commit of this checkout, with '-dirty' if files differ from it; '' without git."""
   return subprocess.run(
-    ['git', 'describe', '--always', '--dirty'],
+    ['git', 'describe', '--always', '--dirty', '--exclude=*'],
     cwd=ROOT,
-    check=True,
     text=True,
     stdout=subprocess.PIPE,
   ).stdout.strip()
@@ -164,6 +163,9 @@ def main() -> None:
   parser.add_argument('--only_steps', action='store_true', help='time no whole runs')
   parser.add_argument('--out', type=pathlib.Path, default=OUT)
   args = parser.parse_args()
+  if args.only_steps and args.out == OUT:
+    parser.error(f'--only_steps needs --out: {OUT.name} has whole runs, too')
+  measured = commit()
   load = os.getloadavg()[0]
   if load > 0.5:
     print(f'Something else is running (load {load:.1f}); the seconds will be too long.')
@@ -182,7 +184,7 @@ def main() -> None:
     'command': ' '.join(
       ['python', 'benchmarks/cpu.py', *(os.path.basename(word) for word in sys.argv[1:])]
     ),
-    'commit': commit(),
+    'commit': measured,
     'date': datetime.date.today().isoformat(),
     'load_at_start': load,
     'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',

@@ -40,8 +40,9 @@ _UPDATE = 'dynamic-update-slice'
 _MOVES = {
   *('parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'reshape'),
   *('copy', 'copy-start', 'transpose', 'convert', 'broadcast', 'slice', 'dynamic-slice', _UPDATE),
-  *('concatenate', 'pad', 'reverse'),
+  *('concatenate', 'gather', 'pad', 'reverse'),
 }
+_SCALAR = 8  # bytes of an index, which instructions compute for a slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _only_moves(module: Module, instruction: Instruction) -> bool:
   inside = [instruction]
   if instruction.opcode == 'fusion':
     inside = [*module.computations[module.called(instruction)[0]].instructions.values()]
-  return all(i.opcode in _MOVES for i in inside)
+  return all(i.opcode in _MOVES or _result_bytes(i) <= _SCALAR for i in inside)
 
 
 def _fused_name(module: Module, fusion: Instruction) -> str:

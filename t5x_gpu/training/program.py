@@ -229,7 +229,8 @@ def build_program(
   )
   layout = form.with_costs(shapes)
   layout = dataclasses.replace(
-    layout, notes=(*layout.notes, *_notes_on_settings(config, layout, spec))
+    layout,
+    notes=(*layout.notes, *_notes_on_settings(config, layout, _filled(spec, layout, config))),
   )
   return Program(
     config,
@@ -262,8 +263,8 @@ _NEEDED_SETTINGS = {
 }
 
 
-# From so many tokens of a microbatch on a device, steps by microbatch were up to 22% faster than by
-# layer; with 2,048, from 11% faster to 13% slower (docs/decisions.md).
+# With so many tokens of a microbatch on a device, steps by microbatch took up to 20% less time than
+# by layer; with 2,048, from 10% less to 16% more (docs/decisions.md).
 _TOKENS_BY_MICROBATCH = 4096
 
 
@@ -326,13 +327,13 @@ def _notes_on_remat(
       f"{setting} has no effect: Partitioner.accumulate_by = 'layer' computes each layer again in "
       'the backward pass'
     )
-    length = min(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
+    lengths = [shape[1] for shape in spec.shapes.values() if len(shape) > 1]
     parts = layout.batch_parts * layout.mesh.shape['context'] * num_microbatches
-    tokens = spec.batch_size * length // parts
+    tokens = spec.batch_size * min(lengths, default=1) // parts  # of the shorter stack
     if tokens >= _TOKENS_BY_MICROBATCH and not layout.sizes.crosses_hosts('fsdp'):
       note += (
-        f"; 'microbatch' is usually faster with {tokens:,} tokens per microbatch and device, if it "
-        'fits: python -m t5x_gpu.plan'
+        f"; with {tokens:,} tokens per microbatch and device, 'microbatch' is faster for most "
+        'models, if it fits: python -m t5x_gpu.plan compares them'
       )
     yield note
 

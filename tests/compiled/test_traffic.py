@@ -87,6 +87,13 @@ def test_an_update_that_reads_its_own_part_does_not_read_the_whole_array():
   assert after.moved_bytes == before.moved_bytes - (ARRAY + INDEX + ARRAY), 'it adds'
 
 
+def test_a_slice_whose_index_is_computed_only_moves_data():
+  index = '  %zero = s32[] constant(0)\n'
+  first = STEP.index(index, STEP.index('%one_layer'))
+  computed = STEP[:first] + '  %next = s32[] add(%i, %i)\n' + STEP[first:]
+  assert traffic(kernel_traffic(computed)) == traffic(kernel_traffic(STEP))
+
+
 def test_a_fusion_on_another_stream_counts_as_the_same_fusion():
   fusion = '%layer = bf16[1,8,16]{2,1,0} fusion(%all, %i), kind=kLoop, calls=%one_layer'
   started = (

@@ -80,10 +80,9 @@ class SearchState:
       self.refused[score.variant] = outcome
       return
     self.compiled[score.variant] = outcome
-    if not outcome.layers:  # the memory of few layers follows the formula
-      ratio = outcome.needed_bytes / score.needed_bytes
-      for relatives in (_without_overlap(score.family), score.variant.dtype):
-        self._memory_ratios.setdefault(relatives, []).append(ratio)
+    ratio = outcome.needed_bytes / score.needed_bytes
+    for relatives in _memory_relatives(score):
+      self._memory_ratios.setdefault(relatives, []).append(ratio)
     if outcome.fits:  # the time of a variant that is too large is void
       ratio = outcome.seconds / score.seconds
       for relatives in (score.family, score.variant.dtype):
@@ -105,16 +104,17 @@ class SearchState:
   def needed_bytes(self, score: Score) -> float:
     """Returns the memory that a GPU needs: as compiled, or by formula and corrected.
 
-    The correction is the largest ratio of compiled to formula in the family, with overlap_layers or
-    without it, else the precision's smallest; at least 1 for variants compiled with few layers,
-    whose memory follows the formula.
+    The correction is the largest ratio of compiled to formula in the family: among variants without
+    a loop over layers, or among the others, with overlap_layers or without it. Else it is 1 without
+    a loop, and the precision's smallest ratio with one.
     """
     if score.variant in self.compiled:
       return self.compiled[score.variant].needed_bytes
-    of_family = self._memory_ratios.get(_without_overlap(score.family))
-    of_precision = self._memory_ratios.get(score.variant.dtype, [1.0])
-    ratio = max(of_family) if of_family else min(of_precision)
-    return score.needed_bytes * (max(ratio, 1.0) if score.few_layers else ratio)
+    of_family, *others = _memory_relatives(score)
+    if ratios := self._memory_ratios.get(of_family):
+      return score.needed_bytes * max(ratios)
+    ratios = [ratio for relatives in others for ratio in self._memory_ratios.get(relatives, ())]
+    return score.needed_bytes * min(ratios, default=1.0)
 
   def fits(self, score: Score) -> bool:
     """Returns whether a variant fits; by `needed_bytes` if it was not compiled."""
@@ -166,6 +166,13 @@ class SearchState:
       if is_promising:
         chosen.append(score)
     return chosen
+
+
+def _memory_relatives(score: Score) -> tuple[object, ...]:
+  """Returns the family, and the precision, whose memory differs from the formula alike."""
+  if score.few_layers:  # without a loop, overlap_layers changes the memory, too
+    return ((*score.family, 'few layers'),)
+  return _without_overlap(score.family), score.variant.dtype
 
 
 def _twin(family: tuple[object, ...]) -> tuple[object, ...]:
@@ -366,7 +373,7 @@ def _how(found: SearchState, variant: Variant) -> str:
     return 'by formula'
   layers = found.compiled[variant].layers
   numbers = ' and '.join(map(str, layers))
-  return f'from {numbers} layers, memory by formula' if layers else 'as compiled'
+  return f'from {numbers} layers' if layers else 'as compiled'
 
 
 def _beside(given: Compiled, best: Optional[float]) -> str:

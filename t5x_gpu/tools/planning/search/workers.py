@@ -102,9 +102,9 @@ class CompiledPart:
 def joined(parts: Sequence[CompiledPart], score: Score) -> Compiled:
   """Returns a prediction from compiled parts: the variant itself, or the same with few layers.
 
-  Starts from the seconds of the most layers. Each further layer adds its seconds by formula, times
-  the ratio of compiled to formula between the two. Memory does not grow evenly, because few layers
-  need less than the loss: it follows the formula, or what `parts` need beyond it.
+  Starts from the most layers. Each further layer adds its seconds and bytes by formula, times the
+  ratio of compiled to formula between the two. Few layers may need less memory than the loss, so
+  memory is at least the formula's.
 
   Args:
     parts: the variant; or with `score.few_layers`, in this order.
@@ -114,11 +114,12 @@ def joined(parts: Sequence[CompiledPart], score: Score) -> Compiled:
     (all_layers,) = parts
     return Compiled(all_layers.seconds, all_layers.needed_bytes, score.pool_bytes)
   less, more = parts
-  ratio = (more.seconds - less.seconds) / (more.formula_seconds - less.formula_seconds)
-  larger = max(part.needed_bytes / part.formula_bytes for part in parts)
+  slower = (more.seconds - less.seconds) / (more.formula_seconds - less.formula_seconds)
+  larger = (more.needed_bytes - less.needed_bytes) / (more.formula_bytes - less.formula_bytes)
+  needed_bytes = more.needed_bytes + (score.needed_bytes - more.formula_bytes) * larger
   return Compiled(
-    more.seconds + (score.seconds - more.formula_seconds) * ratio,
-    int(score.needed_bytes * max(larger, 1)),
+    more.seconds + (score.seconds - more.formula_seconds) * slower,
+    max(int(needed_bytes), score.needed_bytes),
     score.pool_bytes,
     score.few_layers,
   )

@@ -302,7 +302,8 @@ def test_a_variant_whose_parts_end_together_counts_once():
   with search_module._progress() as bar:
     search_module._compile(found, [(few, parts)], bar)
   assert found.compiled == {few.variant: compiled_as(4.0, 50, layers=(2, 4))}
-  assert found._ratios == {few.family: [2.0], 'bfloat16': [2.0]} and not found._memory_ratios
+  assert found._ratios == {few.family: [2.0], 'bfloat16': [2.0]}
+  assert list(found._memory_ratios.values()) == [[1.0]]
 
 
 def test_a_refused_part_refuses_the_variant():
@@ -314,6 +315,18 @@ def test_a_refused_part_refuses_the_variant():
   with search_module._progress() as bar:
     search_module._compile(found, [(few, parts)], bar)
   assert found.refused == {few.variant: 'with 4 layers: no'} and not found.fits(few)
+
+
+def test_a_variant_without_a_loop_that_does_not_fit_rules_out_its_relatives():
+  few = dict(few_layers=(2, 4))
+  first, sibling = (
+    dataclasses.replace(score(1.0, 80, loss_chunks=chunks), **few) for chunks in (1, 2)
+  )
+  with_loop = score(1.2, 80)
+  found = SearchState(scores=[first, sibling, with_loop])
+  found.add(first, compiled_as(1.0, 110, layers=(2, 4)))
+  assert found.needed_bytes(sibling) == pytest.approx(110 * GIB) and not found.fits(sibling)
+  assert found.next('bfloat16', 3) == [with_loop], 'whose memory is another'
 
 
 def test_few_layers_are_not_compiled_of_what_does_not_fit_by_formula():
@@ -328,7 +341,7 @@ def test_few_layers_are_not_compiled_of_what_does_not_fit_by_formula():
   assert (found.needed_bytes(large), found.needed_bytes(small)) == (101 * GIB, 90 * GIB)
 
 
-def test_seconds_follow_few_layers_and_memory_follows_the_formula():
+def test_seconds_follow_few_layers_and_memory_is_at_least_the_formula():
   whole = dataclasses.replace(score(9.5, 60), few_layers=(2, 4))
   parts = [
     CompiledPart(1.35, 12 * GIB, 1.25, 12 * GIB),
@@ -337,9 +350,13 @@ def test_seconds_follow_few_layers_and_memory_follows_the_formula():
   found = workers.joined(parts, whole)
   assert found.seconds == pytest.approx(1.89 + (9.5 - 1.75) * (1.89 - 1.35) / (1.75 - 1.25))
   assert (found.needed_bytes, found.layers) == (60 * GIB, (2, 4))
-  parts[1] = dataclasses.replace(parts[1], needed_bytes=20 * GIB)
-  assert workers.joined(parts, whole).needed_bytes == 75 * GIB, 'they need more than their formula'
-  assert not workers.joined(parts, dataclasses.replace(whole, needed_bytes=81 * GIB)).fits
+  for needed, expected, reason in (
+    ((14, 15), 60, 'few layers need less than the loss'),
+    ((13, 19), 85, 'a layer needs more than by formula'),
+  ):
+    parts = [dataclasses.replace(part, needed_bytes=gib * GIB) for part, gib in zip(parts, needed)]
+    assert workers.joined(parts, whole).needed_bytes == expected * GIB, reason
+  assert not workers.joined(parts, dataclasses.replace(whole, pool_bytes=84 * GIB)).fits
   all_layers = [CompiledPart(2.0, 40 * GIB, 9.5, 60 * GIB)]
   assert workers.joined(all_layers, score(9.5, 60)) == compiled_as(2.0, 40)
 
