@@ -133,6 +133,10 @@ CASES = (
     _llama('fsdp', f'REMAT_POLICY = {policy!r}', model='llama3_8b', rows=8, label=policy)
     for policy in ('minimal', 'dots')
   ),
+  # No loop: XLA stores what it computes again with overlap_layers.
+  _llama(
+    'fsdp', "REMAT_POLICY = 'none'", 'Partitioner.overlap_layers = False', label='none, no overlap'
+  ),
   # Two loops, with a policy each.
   _llama(
     'fsdp',

@@ -55,6 +55,8 @@ _BIASED_HEADS, _BIAS = Passes(2, 0, 2), Passes(0, 1, 0)
 # Passes over what layers keep for the backward pass: copies into a loop's stacks, and out of them;
 # and zeros in stacks of a loop that JAX differentiates.
 _IN, _OUT, _ZEROS = 2.0, 1.4, 1.0
+# Passes over what layers without a loop store behind a barrier (`StackShape.stores_all`).
+_BEHIND_BARRIER = 2.5
 # Passes over a layer's inputs, outputs and their gradients by its loop over microbatches.
 _MICROBATCH = 10.0
 # Bytes per parameter: to convert it; to write its gradient into the stack of all layers; or to add
@@ -101,13 +103,19 @@ def of_layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Pass
   return dataclasses.replace(found, again=(1 + twice) * found.again)
 
 
-def of_stacks(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
-  """Returns the bytes of the arrays that a loop over layers keeps for the backward pass."""
+def of_stored(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
+  """Returns the bytes moved to store arrays for the backward pass, beyond the reads of both passes.
+
+  A loop over layers copies them into stacks, and out of them. Without a loop, only arrays that XLA
+  could compute again move.
+  """
+  tokens = shape.tokens(stack) * stack.num_layers
   if not stack.has_loop:
-    return 0.0
+    left = dataclasses.replace(stack, stores_all=False)
+    stored = kept_features(shape, c, stack) - kept_features(shape, c, left)
+    return shape.item_bytes * tokens * _BEHIND_BARRIER * stored
   if shape.stage > 1:  # a tick keeps what the backward pass of its microbatch reads
     shape = dataclasses.replace(shape, keeps=c.remat_policy)
-  tokens = shape.tokens(stack) * stack.num_layers
   kept, (_, _, _, hidden) = kept_features(shape, c, stack), _features(shape, c)
   copied_out = kept
   if shape.keeps in ('dots', 'minimal') and len(c.mlp_activations) > 1:

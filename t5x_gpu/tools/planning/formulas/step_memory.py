@@ -203,7 +203,7 @@ def kept_features(shape: StepShape, c: TransformerConfig, stack: StackShape) -> 
     'offload': 0.0,
     'minimal': residual + matmuls,
     'dots': residual + matmuls + (blocks - 1) * queries,
-    'none': _all_of_a_layer(c, residual, heads, queries, hidden, blocks, stack.has_loop),
+    'none': _all_of_a_layer(c, residual, heads, queries, hidden, blocks, stack.stores_all),
   }[shape.keeps]
   return kept + stack.full_share * (residual - kept)
 
@@ -232,18 +232,17 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
 def _keeps_bias_gradients(shape: StepShape, c: TransformerConfig, stack: StackShape) -> bool:
   """Returns whether about half of the layers keep each row's gradients of the relative bias.
 
-  A kernel writes them, and XLA adds the rows late; of two stacks, the last one is at the peak. With
-  experts, `_all_of_a_layer` counts as for a loop, which is more than XLA keeps.
+  A kernel writes them, and XLA adds the rows late; of two stacks, the last one is at the peak.
   """
   is_kernel = stack.attention not in ('dense', 'chunked')
-  has_loop = stack.has_loop or c.num_experts > 0
-  return c.relative_bias != 'none' and is_kernel and not has_loop and stack is shape.stacks[-1]
+  has_bias = c.relative_bias != 'none'
+  return has_bias and is_kernel and not stack.stores_all and stack is shape.stacks[-1]
 
 
-# Hidden features that the backward pass of an activation reads, its input included; and without a
-# loop over layers, where XLA computes the cheap ones again from the input.
-_KEPT_BY_ACTIVATION = {'gelu': 6, 'gelu_exact': 4, 'silu': 3, 'relu': 2, 'linear': 1}
-_KEPT_WITHOUT_LOOP = {**_KEPT_BY_ACTIVATION, 'gelu': 2, 'silu': 1, 'relu': 1}
+# Hidden features that the backward pass of an activation reads, its input included; and those that
+# are left where XLA computes cheap ones again from the input.
+_STORED_BY_ACTIVATION = {'gelu': 6, 'gelu_exact': 4, 'silu': 3, 'relu': 2, 'linear': 1}
+_LEFT_BY_ACTIVATION = {**_STORED_BY_ACTIVATION, 'gelu': 2, 'silu': 1, 'relu': 1}
 
 
 def _all_of_a_layer(
@@ -253,14 +252,14 @@ def _all_of_a_layer(
   queries: float,
   hidden: float,
   blocks: int,
-  has_loop: bool,
+  stores_all: bool,
 ) -> float:
   """Returns the features per token that a layer without remat keeps, float32 ones twice."""
-  if has_loop or c.num_experts:
-    by_activation, of_block = _KEPT_BY_ACTIVATION, 2.5
+  if stores_all:
+    by_activation, of_block = _STORED_BY_ACTIVATION, 2.5
     rotated = 2 / 3 * heads if any(c.rope_of_layers) else 0.0
   else:  # the inputs of norms, and their outputs
-    by_activation, of_block = _KEPT_WITHOUT_LOOP, 2.0
+    by_activation, of_block = _LEFT_BY_ACTIVATION, 2.0
     rotated = 0.0
   kept = sum(by_activation.get(name, 4) for name in c.mlp_activations)
   mlp = hidden * (kept + (len(c.mlp_activations) > 1))

@@ -31,6 +31,9 @@ class StackShape:
     causal: whether positions attend only to earlier ones.
     cross_length: encoder positions that the layers attend to; 0 without cross-attention.
     has_loop: whether the layers run in a loop, which stores what it keeps in stacked arrays.
+    stores_all: whether layers without remat store every residual of JAX's backward pass. They do in
+      a loop, and where the backward pass gathers weights again: a barrier separates it from the
+      forward pass (`parameters.over_layers`). Otherwise XLA computes cheap residuals again.
     full_layers: layers that store only their input (`full_remat_layers`).
     choice: backend of the self-attention on the GPU.
   """
@@ -41,6 +44,7 @@ class StackShape:
   causal: bool
   cross_length: int = 0
   has_loop: bool = True
+  stores_all: bool = True
   full_layers: int = 0
   choice: Choice
 
@@ -215,6 +219,11 @@ def _stacks(
   number, region = program.config.num_microbatches, program.layout.region
   in_place = number > 1 and (region.by_layer(number) or not region.splits_gradients(number))
   repeats = program.layout.pipeline.repeats if program.layout.pipeline else 1
+  gathers_again = (
+    program.layout.mesh.shape['fsdp'] > 1
+    and program.layout.zero_stage == 3
+    and not region.layers_ahead
+  )
   lengths = {
     name.split('_')[0]: shape[1] for name, shape in program.spec.shapes.items() if len(shape) > 1
   }
@@ -222,6 +231,13 @@ def _stacks(
   def stack(
     name: str, num_layers: int, length: int, causal: bool, cross_length: int = 0
   ) -> StackShape:
+    has_loop = num_layers > layers_per_iteration(
+      config,
+      num_layers,
+      num_devices=program.layout.mesh.size,
+      platform='gpu',
+      needs_loop=in_place or program.layout.pipeline is not None,
+    )
     return StackShape(
       name=name,
       num_layers=num_layers // mesh['stage'],
@@ -234,14 +250,9 @@ def _stacks(
       length=length,
       causal=causal,
       cross_length=cross_length,
-      has_loop=num_layers
-      > layers_per_iteration(
-        config,
-        num_layers,
-        num_devices=program.layout.mesh.size,
-        platform='gpu',
-        needs_loop=in_place or program.layout.pipeline is not None,
-      ),
+      has_loop=has_loop,
+      # With experts, this counts more than XLA keeps.
+      stores_all=has_loop or gathers_again or config.num_experts > 0,
       choice=_backend(program, config, length, gpu, rows),
     )
 

@@ -137,7 +137,7 @@ def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterat
     runs=runs * (12 * (repeats + bool(moved.again)) + 18),
   )
   for part, num_bytes in (
-    (STORED, elementwise.of_stacks(shape, c, stack)),
+    (STORED, elementwise.of_stored(shape, c, stack)),
     (CONVERSIONS, elementwise.of_conversions(shape, c, stack)),
   ):
     if num_bytes:

@@ -32,23 +32,19 @@ from t5x_gpu.tools.planning.prediction import PlanConfig, Setting
 from t5x_gpu.tools.planning.remedies import ALMOST, EQUAL, layout_settings
 from t5x_gpu.tools.planning.screen import seconds
 from t5x_gpu.tools.planning.search import workers
-from t5x_gpu.tools.planning.search.variants import (
-  Variant,
-  layouts,
-  microbatches,
-  precisions,
-  with_overlap,
+from t5x_gpu.tools.planning.search.variants import Variant, layouts, microbatches, precisions
+from t5x_gpu.tools.planning.search.workers import (
+  OVERLAPS,
+  Compiled,
+  CompiledPart,
+  Score,
+  SearchTask,
 )
-from t5x_gpu.tools.planning.search.workers import Compiled, CompiledPart, Score, SearchTask
 
 # Number of compiles for the run's own precision, and for each other precision.
 LIMIT, LIMIT_OF_OTHERS = 6, 3
 # Number compiled before the next are chosen; a constant, so that all machines choose the same.
 _ROUND = 3
-
-
-# In the families of variants with overlap_layers.
-_OVERLAPS = 'overlap_layers'
 
 
 @dataclasses.dataclass
@@ -104,8 +100,8 @@ class SearchState:
   def needed_bytes(self, score: Score) -> float:
     """Returns the memory that a GPU needs: as compiled, or by formula and corrected.
 
-    The correction is the largest ratio of compiled to formula in the family: among variants without
-    a loop over layers, or among the others, with overlap_layers or without it. Else it is 1 without
+    The correction is the largest ratio of compiled to formula in the family, with overlap_layers or
+    without it: among variants without a loop over layers, or among the others. Else it is 1 without
     a loop, and the precision's smallest ratio with one.
     """
     if score.variant in self.compiled:
@@ -145,7 +141,7 @@ class SearchState:
     limit = self.estimate(best) if best and best.variant in self.compiled else math.inf
     chosen: list[Score] = []
     for score in sorted(
-      self.scores, key=lambda s: (self.estimate(s), _OVERLAPS not in s.family, s.needed_bytes)
+      self.scores, key=lambda s: (self.estimate(s), OVERLAPS not in s.family, s.needed_bytes)
     ):
       if len(chosen) == number:
         break
@@ -170,19 +166,18 @@ class SearchState:
 
 def _memory_relatives(score: Score) -> tuple[object, ...]:
   """Returns the family, and the precision, whose memory differs from the formula alike."""
-  if score.few_layers:  # without a loop, overlap_layers changes the memory, too
-    return ((*score.family, 'few layers'),)
-  return _without_overlap(score.family), score.variant.dtype
+  family = _without_overlap(score.family)
+  return ((*family, 'few layers'),) if score.few_layers else (family, score.variant.dtype)
 
 
 def _twin(family: tuple[object, ...]) -> tuple[object, ...]:
   """Returns the family that differs in overlap_layers alone."""
   plain = _without_overlap(family)
-  return plain if plain != family else (*plain, _OVERLAPS)
+  return plain if plain != family else (*plain, OVERLAPS)
 
 
 def _without_overlap(family: tuple[object, ...]) -> tuple[object, ...]:
-  return tuple(property for property in family if property != _OVERLAPS)
+  return tuple(property for property in family if property != OVERLAPS)
 
 
 def search(
@@ -246,11 +241,7 @@ def _score_all(
   tasks = [m for layout in layouts(config, topology) for m in microbatches(layout)]
   line = bar.add_task('predicting layouts by formula', total=len(tasks))
   for scores in pool.map(workers.scores, *zip(*tasks), chunksize=8):
-    for score in scores:
-      found.scores.append(score)
-      if (other := with_overlap(score.variant)) is not None:
-        family = (*score.family, _OVERLAPS)
-        found.scores.append(dataclasses.replace(score, variant=other, family=family))
+    found.scores += scores
     bar.advance(line)
   bar.remove_task(line)
 

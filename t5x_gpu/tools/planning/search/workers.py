@@ -31,11 +31,15 @@ from t5x_gpu.tools.planning.search.variants import (
   full_layers,
   policies,
   precisions,
+  with_overlap,
 )
 from t5x_gpu.training.program import Program
 
 # Memory of a process that compiles a large model.
 _BYTES = 3 * 2**30
+
+# In the families of variants with overlap_layers.
+OVERLAPS = 'overlap_layers'
 
 # Number of layers, and twice as many, that are compiled in place of all layers. Without a loop over
 # its layers, a step with 32 of them takes 140 CPU seconds to compile; these two take 40.
@@ -152,15 +156,22 @@ class Worker:
     self.config, _ = task.configure()
 
   def scores(self, layout: Layout, num_microbatches: int) -> list[Score]:
-    """Returns a layout with every policy and precision; [] if the run does not allow the layout."""
+    """Returns a layout with and without overlap_layers, with every policy and precision.
+
+    Returns [] if the run does not allow the layout.
+    """
+    plain = Variant(layout, num_microbatches)
+    ahead = with_overlap(plain)
+    return [*self._scores(plain), *(self._scores(ahead) if ahead else ())]
+
+  def _scores(self, first: Variant) -> list[Score]:
     config, planner = self.config, self.planner
-    first = Variant(layout, num_microbatches)
     try:
       program = planner.program(first.applied(config), self.topology)
     except UserError:
       return []
     found: list[Score] = []
-    by_layer = program.layout.region.by_layer(num_microbatches)
+    by_layer = program.layout.region.by_layer(first.num_microbatches)
     for dtype in precisions(config, planner.gpu):
       of_policies = [
         [*self._with_chunks(program, dataclasses.replace(variant, dtype=dtype))]
@@ -296,7 +307,8 @@ def _family(layout: RunLayout, variant: Variant) -> tuple[object, ...]:
   sizes = layout.sizes
   axes = tuple((axis, sizes.crosses_hosts(axis)) for axis, n in sizes.total.items() if n > 1)
   accumulates = layout.accumulate_by if variant.num_microbatches > 1 else ''
-  return axes, layout.zero_stage, accumulates, variant.dtype
+  overlaps = (OVERLAPS,) if OVERLAPS in dict(variant.layout) else ()
+  return axes, layout.zero_stage, accumulates, variant.dtype, *overlaps
 
 
 _worker: Optional[Worker] = None
