@@ -33,13 +33,7 @@ from t5x_gpu.tools.planning.remedies import ALMOST, EQUAL, layout_settings
 from t5x_gpu.tools.planning.screen import seconds
 from t5x_gpu.tools.planning.search import workers
 from t5x_gpu.tools.planning.search.variants import Variant, layouts, microbatches, precisions
-from t5x_gpu.tools.planning.search.workers import (
-  OVERLAPS,
-  Compiled,
-  CompiledPart,
-  Score,
-  SearchTask,
-)
+from t5x_gpu.tools.planning.search.workers import OVERLAPS, Compiled, Score, SearchTask
 
 # Number of compiles for the run's own precision, and for each other precision.
 LIMIT, LIMIT_OF_OTHERS = 6, 3
@@ -263,16 +257,9 @@ def _compile(found: SearchState, jobs: Sequence[_Job], bar: rich.progress.Progre
     score, parts = job_of[future]
     is_new = score.variant not in found.compiled and score.variant not in found.refused
     if is_new and all(part.done() for part in parts):
-      found.add(score, _outcome(score, [part.result() for part in parts]))
+      found.add(score, workers.joined([part.result() for part in parts], score))
       bar.advance(line)
   bar.remove_task(line)
-
-
-def _outcome(score: Score, results: Sequence[Compiled | CompiledPart | str]) -> Compiled | str:
-  for result in results:
-    if not isinstance(result, CompiledPart):  # all of the variant, or why it does not compile
-      return result
-  return workers.joined(results, score)
 
 
 def _progress() -> rich.progress.Progress:

@@ -68,8 +68,8 @@ class Score:
   needed_bytes: int
   pool_bytes: int
   family: tuple[object, ...]
-  tokens_per_second: float = 0.0
-  mfu: Optional[float] = None
+  tokens_per_second: float
+  mfu: Optional[float]
   few_layers: tuple[int, ...] = ()
 
 
@@ -95,7 +95,7 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledPart:
-  """A variant with few layers, or with all: seconds per step and bytes, compiled and by formula."""
+  """A variant with few layers: seconds per step and bytes, compiled and by formula."""
 
   seconds: float
   needed_bytes: int
@@ -103,21 +103,25 @@ class CompiledPart:
   formula_bytes: int
 
 
-def joined(parts: Sequence[CompiledPart], score: Score) -> Compiled:
-  """Returns a prediction from compiled parts: the variant itself, or the same with few layers.
+# Of a compile: all layers, few of them, or why it failed.
+Result = Compiled | CompiledPart | str
 
-  Starts from the most layers. Each further layer adds its seconds and bytes by formula, times the
-  ratio of compiled to formula between the two. Few layers may need less memory than the loss, so
-  memory is at least the formula's.
+
+def joined(results: Sequence[Result], score: Score) -> Compiled | str:
+  """Returns the prediction of a variant from what was compiled of it; or why that failed.
+
+  Of few layers, it starts from the most. Each further layer adds its seconds and bytes by formula,
+  times the ratio of compiled to formula between the two. Few layers may need less memory than the
+  loss, so memory is at least the formula's.
 
   Args:
-    parts: the variant; or with `score.few_layers`, in this order.
+    results: all layers; or `score.few_layers`, in this order.
     score: the variant, by formula.
   """
-  if not score.few_layers:
-    (all_layers,) = parts
-    return Compiled(all_layers.seconds, all_layers.needed_bytes, score.pool_bytes)
-  less, more = parts
+  for result in results:
+    if not isinstance(result, CompiledPart):
+      return result
+  less, more = results
   slower = (more.seconds - less.seconds) / (more.formula_seconds - less.formula_seconds)
   larger = (more.needed_bytes - less.needed_bytes) / (more.formula_bytes - less.formula_bytes)
   needed_bytes = more.needed_bytes + (score.needed_bytes - more.formula_bytes) * larger
@@ -250,16 +254,10 @@ class Worker:
       score = self._scored(program, self.config, Variant(()))
     except UserError as e:
       return str(e)
-    parts = []
-    for number in score.few_layers or (None,):
-      part = self._part(self.config, number)
-      if isinstance(part, str):
-        return part
-      parts.append(part)
-    return joined(parts, score)
+    return joined([self._part(self.config, n) for n in score.few_layers or (None,)], score)
 
-  def part(self, variant: Variant, num_layers: Optional[int]) -> CompiledPart | str:
-    """Returns a compiled variant; or why it does not compile.
+  def part(self, variant: Variant, num_layers: Optional[int]) -> Result:
+    """Returns a compiled variant, or few layers of it; or why it does not compile.
 
     Args:
       variant: variant of the run.
@@ -267,13 +265,15 @@ class Worker:
     """
     return self._part(variant.applied(self.config), num_layers)
 
-  def _part(self, config: PlanConfig, num_layers: Optional[int]) -> CompiledPart | str:
+  def _part(self, config: PlanConfig, num_layers: Optional[int]) -> Result:
     if num_layers is not None:
       unroll = None if config_of(config.model).scan_unroll is None else num_layers
       model = with_config(config.model, num_layers=num_layers, scan_unroll=unroll)
       config = dataclasses.replace(config, model=model)
     try:
       p = self.planner.silently(config, self.topology)
+      if num_layers is None:
+        return Compiled(p.seconds_per_step, p.memory.needed_bytes, p.memory.pool_bytes)
       f = self.planner.by_formula(config, self.topology)
     except UserError as e:
       return str(e) if num_layers is None else f'with {num_layers} layers: {e}'
@@ -339,7 +339,7 @@ def given() -> Compiled | str:
   return _worker.given()
 
 
-def part(variant: Variant, num_layers: Optional[int]) -> CompiledPart | str:
+def part(variant: Variant, num_layers: Optional[int]) -> Result:
   """Calls `Worker.part` of the process."""
   return _worker.part(variant, num_layers)
 

@@ -51,7 +51,9 @@ def config(gin_file):
 def score(seconds, needed=10, *, least=0.8, dtype='bfloat16', family='a', **more):
   layout = (('data', 1), ('fsdp', len(family)))
   variant = Variant(layout, remat_policy='dots', dtype=dtype, **more)
-  return Score(variant, layout, seconds, least * seconds, int(needed * GIB), 100 * GIB, (family,))
+  return Score(
+    variant, layout, seconds, least * seconds, int(needed * GIB), 100 * GIB, (family,), 1e5, 0.4
+  )
 
 
 def compiled_as(seconds, needed=10, **more):
@@ -357,8 +359,7 @@ def test_seconds_follow_few_layers_and_memory_is_at_least_the_formula():
     parts = [dataclasses.replace(part, needed_bytes=gib * GIB) for part, gib in zip(parts, needed)]
     assert workers.joined(parts, whole).needed_bytes == expected * GIB, reason
   assert not workers.joined(parts, dataclasses.replace(whole, pool_bytes=84 * GIB)).fits
-  all_layers = [CompiledPart(2.0, 40 * GIB, 9.5, 60 * GIB)]
-  assert workers.joined(all_layers, score(9.5, 60)) == compiled_as(2.0, 40)
+  assert workers.joined([compiled_as(2.0, 40)], score(9.5, 60)) == compiled_as(2.0, 40)
 
 
 @pytest.mark.parametrize('dtype, is_faster', [('fp8', True), ('bfloat16', False)])
@@ -417,7 +418,7 @@ LAYOUTS = [
 @pytest.mark.parametrize('given', ['dp', 'fsdp', 'hsdp', 'ep', '3d'])
 def test_the_gin_file_means_the_same_here_and_works_on_more_and_fewer_hosts(layout, given):
   case = Case(model='llama3_2_1b', layout=given, batch=(64, 4096))
-  best = Score(Variant(tuple(layout.items())), (), 1.0, 1.0, GIB, 100 * GIB, ())
+  best = dataclasses.replace(score(1.0), variant=Variant(tuple(layout.items())), mesh=())
   config = case.config()
   text = gin_text(SearchState(scores=[best]), best, given=config, gpus='', files=[])
   settings = re.findall(r'^  (\w+ = .+)$', text, re.MULTILINE)
@@ -437,7 +438,7 @@ def test_the_gin_file_means_the_same_here_and_works_on_more_and_fewer_hosts(layo
 
 def test_the_gin_file_leaves_data_open_where_no_replica_is_split(config):
   layout = (('stage', 2), ('num_partitions', 8), ('data', 1), ('fsdp', 1))
-  best = Score(Variant(layout), (), 1.0, 1.0, GIB, 100 * GIB, ())
+  best = dataclasses.replace(score(1.0), variant=Variant(layout), mesh=())
   text = gin_text(SearchState(scores=[best]), best, given=config, gpus='', files=[])
   assert re.findall(r'(\w+) = -1', text) == ['data']
 
