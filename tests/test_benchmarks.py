@@ -153,6 +153,20 @@ def test_the_benchmark_of_training_finds_the_first_step_in_a_log():
   assert cpu.STEP_LINE.search(log.getvalue())
 
 
+def test_the_benchmark_of_steps_alone_runs_no_training_and_keeps_the_file_of_whole_runs(
+  monkeypatch, capsys
+):
+  for name in ('bench', 'script'):
+    monkeypatch.setattr(cpu, name, lambda *_: {'seconds': 1.0})
+  monkeypatch.setattr(cpu, 'train', lambda *_: pytest.fail('a whole run'))
+  found = cpu.measure(2, 'python', runs=False)
+  assert found and not set(found) & {f't5x_gpu {name}' for name in cpu.RUNS}
+  monkeypatch.setattr(sys, 'argv', ['cpu.py', '--only_steps'])
+  with pytest.raises(SystemExit):
+    cpu.main()
+  assert '--only_steps needs --out: cpu.json has whole runs, too' in capsys.readouterr().err
+
+
 def with_compiler(test):
   """Marks a test that compiles for GPUs that are absent."""
   for mark in MARKS:

@@ -62,6 +62,7 @@ class Change:
 
 def single_changes(config: PlanConfig, topology: Topology) -> Iterator[Change]:
   """Yields changes that may make a step smaller, each of one kind."""
+  yield from _overlap(config)
   yield from _remat(config)
   yield from _microbatches(config)
   yield from _layouts(config, topology)
@@ -122,6 +123,14 @@ def layout_settings(wanted: Partitioner, given: Partitioner) -> dict[str, Settin
     for field in dataclasses.fields(Partitioner)
     if not getattr(wanted, field.name) == getattr(given, field.name) == field.default
   }
+
+
+def _overlap(config: PlanConfig) -> Iterator[Change]:
+  """Yields overlap_layers, without which layers outside a loop store every residual."""
+  if not config.partitioner.overlap_layers:
+    wanted = dataclasses.replace(config.partitioner, overlap_layers=True)
+    changed = dataclasses.replace(config, partitioner=wanted)
+    yield Change(('Partitioner.overlap_layers = True',), changed)
 
 
 def _remat(config: PlanConfig, *, all_policies: bool = False) -> Iterator[Change]:

@@ -21,6 +21,9 @@ def planner():
   return Planner(find_target('h100'), Assumptions(), jax.devices())
 
 
+OVERLAP = ('Partitioner.overlap_layers = True',)
+
+
 def written(case, change):
   """Returns the run `case` with the settings of `change` in its gin file."""
   return dataclasses.replace(case, bindings=(*case.bindings, *change.settings)).config()
@@ -53,6 +56,27 @@ def test_a_run_fits_with_any_of_its_remedies(planner, layout):
   for remedy in found:
     again = planner.by_formula(written(case, remedy.change), topology)
     assert again.memory.fits and again.seconds_per_step == remedy.prediction.seconds_per_step
+
+
+def test_overlap_layers_is_a_remedy_where_layers_without_a_loop_store_everything(planner):
+  case = Case(
+    model='llama3_2_1b',
+    layout='fsdp',
+    batch=(72, 4096),
+    bindings=("REMAT_POLICY = 'none'", 'Partitioner.overlap_layers = False'),
+  )
+  config, topology = case.config(), Topology(1, 8)
+  before = planner.by_formula(config, topology)
+  assert not before.memory.fits
+  [found, *_] = remedies.remedies(config, topology, by_formula=planner.by_formula, compiled=None)
+  assert found.change.settings == OVERLAP and found.prediction.memory.fits
+  assert found.prediction.seconds_per_step < before.seconds_per_step
+  for more in ("REMAT_POLICY = 'dots'", 'TransformerConfig.scan_unroll = 1'):
+    changed = dataclasses.replace(case, bindings=(*case.bindings, more)).config()
+    partitioner = dataclasses.replace(changed.partitioner, overlap_layers=True)
+    ahead = dataclasses.replace(changed, partitioner=partitioner)
+    memory = [planner.by_formula(run, topology).memory.formula_bytes for run in (changed, ahead)]
+    assert memory[0] == memory[1], f'{more}: nothing else is stored'
 
 
 def test_fsdp_takes_the_place_of_data_next_to_the_axes_that_are_in_use():
@@ -88,7 +112,7 @@ def test_all_axes_but_data_are_kept_in_one_of_the_layouts(bindings, kept):
   sizes = [
     change.config.partitioner.mesh_sizes(Topology(2, 8)).total
     for change in remedies.single_changes(case.config(), Topology(2, 8))
-    if 'Partitioner' in change.kinds
+    if 'Partitioner' in change.kinds and change.settings != OVERLAP
   ]
   assert dict.fromkeys(sizes[0], 1) | kept in sizes
 
