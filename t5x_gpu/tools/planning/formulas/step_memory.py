@@ -239,8 +239,8 @@ def _keeps_bias_gradients(shape: StepShape, c: TransformerConfig, stack: StackSh
   return has_bias and is_kernel and not stack.stores_all and stack is shape.stacks[-1]
 
 
-# Hidden features that the backward pass of an activation reads, its input included; and those that
-# are left where XLA computes cheap ones again from the input.
+# Hidden features that the backward pass of an activation reads, its input included; and their
+# number where XLA computes cheap ones again from the input.
 _STORED_BY_ACTIVATION = {'gelu': 6, 'gelu_exact': 4, 'silu': 3, 'relu': 2, 'linear': 1}
 _LEFT_BY_ACTIVATION = {**_STORED_BY_ACTIVATION, 'gelu': 2, 'silu': 1, 'relu': 1}
 

@@ -103,14 +103,14 @@ class CompiledPart:
   formula_bytes: int
 
 
-# Of a compile: all layers, few of them, or why it failed.
+# What a compile gives: all layers, few of them, or why it failed.
 Result = Compiled | CompiledPart | str
 
 
 def joined(results: Sequence[Result], score: Score) -> Compiled | str:
   """Returns the prediction of a variant from what was compiled of it; or why that failed.
 
-  Of few layers, it starts from the most. Each further layer adds its seconds and bytes by formula,
+  With few layers, it starts from the most. Each further layer adds its seconds and bytes by formula,
   times the ratio of compiled to formula between the two. Few layers may need less memory than the
   loss, so memory is at least the formula's.
 
