@@ -10,6 +10,7 @@ are the weights of a block copied out of the stack of a pipeline stage with seve
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -162,8 +163,11 @@ class _Loop:
       return step.forward(self._weights(leaves, places[0] + i), carry, flat, places[1] + i)
 
     stored: list[Tree] = []
-    for step, layers in zip(steps, self._segments, strict=True):
-      carry, of_segment = self._scan(functools.partial(body, step), carry, layers)
+    for step, (layers, policy) in zip(steps, segments, strict=True):
+      # XLA allocates stacks without values at the start of a step: for the loop over microbatches
+      # and for the microbatch outside of it, at the same time. Without remat, they are the peak.
+      loop = scan if policy else jax.lax.scan
+      carry, of_segment = self._scan(functools.partial(body, step), carry, layers, loop=loop)
       stored.append(of_segment)
     return carry, _Kept(leaves, flat, places, stored, steps=steps, shared_tree=shared_tree)
 
@@ -204,10 +208,18 @@ class _Loop:
       None,
     )
 
-  def _scan(self, body: TreeFn, state: Tree, layers: range, *xs: Tree, **options: bool) -> Tree:
+  def _scan(
+    self,
+    body: TreeFn,
+    state: Tree,
+    layers: range,
+    *xs: Tree,
+    loop: Callable[..., tuple[Tree, Tree]] = scan,
+    **options: bool,
+  ) -> Tree:
     unroll = min(self.unroll, len(layers))
     counted = numbers(layers, unroll=unroll)
-    return scan(body, state, (counted, *xs) if xs else counted, unroll=unroll, **options)
+    return loop(body, state, (counted, *xs) if xs else counted, unroll=unroll, **options)
 
   def _weights(self, leaves: list[Parameter], i: Index) -> list[Weights]:
     return [whole(entry(p, i), self.dtype, wide=True) for p in leaves]

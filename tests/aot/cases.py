@@ -162,7 +162,9 @@ CASES = (
     ),
     label='by microbatch',
   ),
-  # The same on one GPU, where a loop adds each layer's gradients in place.
+  # Where no parameter is gathered, a loop adds each layer's gradients in place.
+  _small('dp', bindings=('NUM_MICROBATCHES = 4',), label='by microbatch'),
+  # The same on one GPU.
   Case(
     model='llama3_2_1b',
     layout='dp',

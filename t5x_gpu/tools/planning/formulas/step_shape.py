@@ -252,7 +252,7 @@ def _stacks(
       cross_length=cross_length,
       has_loop=has_loop,
       # With experts, this counts more than XLA keeps.
-      stores_all=has_loop or gathers_again or config.num_experts > 0,
+      stores_all=has_loop or in_place or gathers_again or config.num_experts > 0,
       choice=_backend(program, config, length, gpu, rows),
     )
 

@@ -110,9 +110,9 @@ Result = Compiled | CompiledPart | str
 def joined(results: Sequence[Result], score: Score) -> Compiled | str:
   """Returns the prediction of a variant from what was compiled of it; or why that failed.
 
-  With few layers, it starts from the most. Each further layer adds its seconds and bytes by formula,
-  times the ratio of compiled to formula between the two. Few layers may need less memory than the
-  loss, so memory is at least the formula's.
+  With few layers, it starts from the most. Each further layer adds its seconds and bytes by
+  formula, times the ratio of compiled to formula between the two. Few layers may need less memory
+  than the loss, so memory is at least the formula's.
 
   Args:
     results: all layers; or `score.few_layers`, in this order.
