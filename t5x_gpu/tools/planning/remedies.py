@@ -166,7 +166,7 @@ def _layouts(config: PlanConfig, topology: Topology) -> Iterator[Change]:
 def _partitioners(given: Partitioner, topology: Topology) -> Iterator[Partitioner]:
   """Yields layouts of all devices: fsdp, hsdp, fsdp with model, and fsdp in place of data.
 
-  Parameters of `given` that neither split the run nor save memory stay.
+  Other parameters of `given` stay.
   """
   hosts, each, total = topology.num_hosts, topology.devices_per_host, topology.num_devices
   options: list[dict[str, Setting]] = [dict(data=1, fsdp=total)]
@@ -276,13 +276,18 @@ def remedies(
     compiled: predicts from the compiled step; None where nothing can be compiled.
     number: of changes, at most.
   """
-  singles = list(_predicted(single_changes(config, topology), topology, by_formula))
+  before = by_formula(config, topology)
+  singles = [
+    c
+    for c in _predicted(single_changes(config, topology), topology, by_formula)
+    if _saves(c, before)
+  ]
   candidates = [c for c in singles if _may_fit(c[1])]
   if len(candidates) < number:
     smallest = sorted(singles, key=lambda c: c[1].memory.needed_bytes)[:3]
-    for change, _ in smallest:
+    for change, first in smallest:
       more = _predicted(with_another(change, topology), topology, by_formula)
-      candidates += [c for c in more if _may_fit(c[1])]
+      candidates += [c for c in more if _may_fit(c[1]) and _saves(c, first)]
   return list(itertools.islice(_fitting(candidates, topology, compiled), number))
 
 
@@ -368,6 +373,10 @@ def _cost_besides_time(candidate: _Candidate) -> tuple[object, ...]:
   change, prediction = candidate
   of_change = not change.keeps_precision, len(change.kinds)
   return *of_change, prediction.memory.needed_bytes, len(change.settings)
+
+
+def _saves(candidate: _Candidate, before: Prediction) -> bool:
+  return candidate[1].memory.needed_bytes < before.memory.needed_bytes
 
 
 def _may_fit(prediction: Prediction) -> bool:

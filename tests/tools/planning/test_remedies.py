@@ -71,6 +71,12 @@ def test_overlap_layers_is_a_remedy_where_layers_without_a_loop_store_everything
   [found, *_] = remedies.remedies(config, topology, by_formula=planner.by_formula, compiled=None)
   assert found.change.settings == OVERLAP and found.prediction.memory.fits
   assert found.prediction.seconds_per_step < before.seconds_per_step
+  full = dataclasses.replace(
+    case, batch=(880, 4096), bindings=("REMAT_POLICY = 'full'", case.bindings[1])
+  ).config()
+  assert not planner.by_formula(full, topology).memory.fits
+  found = remedies.remedies(full, topology, by_formula=planner.by_formula, compiled=None)
+  assert found and not any(OVERLAP[0] in remedy.change.settings for remedy in found)
   for more in ("REMAT_POLICY = 'dots'", 'TransformerConfig.scan_unroll = 1'):
     changed = dataclasses.replace(case, bindings=(*case.bindings, more)).config()
     partitioner = dataclasses.replace(changed.partitioner, overlap_layers=True)

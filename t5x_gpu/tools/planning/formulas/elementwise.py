@@ -55,7 +55,8 @@ _BIASED_HEADS, _BIAS = Passes(2, 0, 2), Passes(0, 1, 0)
 # Passes over what layers keep for the backward pass: copies into a loop's stacks, and out of them;
 # and zeros in stacks of a loop that JAX differentiates.
 _IN, _OUT, _ZEROS = 2.0, 1.4, 1.0
-# Passes over what layers without a loop store behind a barrier (`StackShape.stores_all`).
+# Passes over what layers without a loop store behind a barrier (`StackShape.stores_all`): in steps
+# of eight models, compiled with and without overlap_layers, 1.9 to 3.7.
 _BEHIND_BARRIER = 2.5
 # Passes over a layer's inputs, outputs and their gradients by its loop over microbatches.
 _MICROBATCH = 10.0
@@ -104,10 +105,10 @@ def of_layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Pass
 
 
 def of_stored(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
-  """Returns the bytes moved to store arrays for the backward pass, beyond the reads of both passes.
+  """Returns the bytes that move because layers store arrays for the backward pass.
 
-  A loop over layers copies them into stacks, and out of them. Without a loop, only arrays that XLA
-  could compute again move.
+  A loop over layers copies them into stacks, and out of them. Without a loop, a barrier makes XLA
+  write and read arrays that it would otherwise compute again.
   """
   tokens = shape.tokens(stack) * stack.num_layers
   if not stack.has_loop:

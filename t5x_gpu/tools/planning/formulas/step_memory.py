@@ -203,7 +203,7 @@ def kept_features(shape: StepShape, c: TransformerConfig, stack: StackShape) -> 
     'offload': 0.0,
     'minimal': residual + matmuls,
     'dots': residual + matmuls + (blocks - 1) * queries,
-    'none': _all_of_a_layer(c, residual, heads, queries, hidden, blocks, stack.stores_all),
+    'none': _all_of_a_layer(c, residual, heads, queries, hidden, blocks, _stores_all(c, stack)),
   }[shape.keeps]
   return kept + stack.full_share * (residual - kept)
 
@@ -229,6 +229,10 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
   return bytes_
 
 
+def _stores_all(c: TransformerConfig, stack: StackShape) -> bool:
+  return stack.stores_all or c.num_experts > 0  # with experts, this counts more than XLA keeps
+
+
 def _keeps_bias_gradients(shape: StepShape, c: TransformerConfig, stack: StackShape) -> bool:
   """Returns whether about half of the layers keep each row's gradients of the relative bias.
 
@@ -236,7 +240,7 @@ def _keeps_bias_gradients(shape: StepShape, c: TransformerConfig, stack: StackSh
   """
   is_kernel = stack.attention not in ('dense', 'chunked')
   has_bias = c.relative_bias != 'none'
-  return has_bias and is_kernel and not stack.stores_all and stack is shape.stacks[-1]
+  return has_bias and is_kernel and not _stores_all(c, stack) and stack is shape.stacks[-1]
 
 
 # Hidden features that the backward pass of an activation reads, its input included; and their

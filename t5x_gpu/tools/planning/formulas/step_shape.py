@@ -32,8 +32,9 @@ class StackShape:
     cross_length: encoder positions that the layers attend to; 0 without cross-attention.
     has_loop: whether the layers run in a loop, which stores what it keeps in stacked arrays.
     stores_all: whether layers without remat store every residual of JAX's backward pass. They do in
-      a loop, and where the backward pass gathers weights again: a barrier separates it from the
-      forward pass (`parameters.over_layers`). Otherwise XLA computes cheap residuals again.
+      a loop, and behind the barrier of layers that gather weights again in the backward pass
+      (`parameters.over_layers`) or add gradients in place (in_place.py). Otherwise XLA computes
+      cheap residuals again.
     full_layers: layers that store only their input (`full_remat_layers`).
     choice: backend of the self-attention on the GPU.
   """
@@ -150,16 +151,18 @@ def step_shape(
 ) -> StepShape:
   """Returns the sizes of a step of `program`, whose model is `model`, on `gpu`."""
   layout, mesh = program.layout, program.layout.mesh.shape
+  region = layout.region
   policy = policy_of(model)
   inner = policy.model if isinstance(policy, LoraModel) else policy
   config, pipeline = config_of(model), layout.pipeline
   rows = program.step_spec.batch_size // layout.batch_parts
   passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
   stacks = () if config is None else _stacks(program, inner, config, gpu, max(rows // passes, 1))
-  by_layer = layout.region.by_layer(num_microbatches)
+  by_layer = region.by_layer(num_microbatches)
   if by_layer:  # which has one policy for all layers
     stacks = tuple(dataclasses.replace(stack, full_layers=0) for stack in stacks)
   remat = config.remat_policy if config else 'none'
+  in_place = num_microbatches > 1 and not region.splits_gradients(num_microbatches)
   recomputes = '' if remat in ('none', 'dots') else 'attention'
   if pipeline or by_layer or remat in REPEATS_MATMULS:
     recomputes = 'layers'
@@ -188,8 +191,8 @@ def step_shape(
     recomputes=recomputes,
     keeps='full' if pipeline or (by_layer and remat != 'attention') else remat,
     by_layer=by_layer,
-    fills_stacks=not layout.region.layers_ahead
-    and (by_layer or pipeline is not None or passes == 1),
+    fills_stacks=(in_place and remat == 'none')
+    or (not region.layers_ahead and (by_layer or pipeline is not None or passes == 1)),
     sequence_parallel='model' in layout.rules.activations.get('residual_length', ()),
     head_rows=head_rows,
     loss_chunks=chunks,
@@ -220,9 +223,7 @@ def _stacks(
   in_place = number > 1 and (region.by_layer(number) or not region.splits_gradients(number))
   repeats = program.layout.pipeline.repeats if program.layout.pipeline else 1
   gathers_again = (
-    program.layout.mesh.shape['fsdp'] > 1
-    and program.layout.zero_stage == 3
-    and not region.layers_ahead
+    region.reduces_in_backward and program.layout.zero_stage == 3 and not region.layers_ahead
   )
   lengths = {
     name.split('_')[0]: shape[1] for name, shape in program.spec.shapes.items() if len(shape) > 1
@@ -251,8 +252,7 @@ def _stacks(
       causal=causal,
       cross_length=cross_length,
       has_loop=has_loop,
-      # With experts, this counts more than XLA keeps.
-      stores_all=has_loop or in_place or gathers_again or config.num_experts > 0,
+      stores_all=has_loop or in_place or gathers_again,
       choice=_backend(program, config, length, gpu, rows),
     )
 

@@ -124,7 +124,7 @@ def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterat
     yield from _gemms(shape, stack, ATTENTION_PROJECTIONS, of_encoder, of_keys)
   yield from _attention(shape, c, stack)
   yield from _mlp(shape, c, stack, tokens)
-  moved = elementwise.of_layers(shape, c, stack)
+  moved, stored = elementwise.of_layers(shape, c, stack), elementwise.of_stored(shape, c, stack)
   # `dots` repeats cheap operations everywhere, and 'none' only in layers under 'full'.
   of_policy = 1.0 if shape.recomputes or shape.keeps == 'none' else stack.full_share
   repeats = 1 + shape.references
@@ -132,12 +132,12 @@ def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterat
   yield Work(
     part=ELEMENTWISE,
     kind='memory',
-    num_bytes=moved.total + shape.references * moved.forward,
+    num_bytes=moved.total + shape.references * moved.forward + (not stack.has_loop) * stored,
     recomputed_bytes=moved.again * of_policy,
     runs=runs * (12 * (repeats + bool(moved.again)) + 18),
   )
   for part, num_bytes in (
-    (STORED, elementwise.of_stored(shape, c, stack)),
+    (STORED, stack.has_loop * stored),
     (CONVERSIONS, elementwise.of_conversions(shape, c, stack)),
   ):
     if num_bytes:

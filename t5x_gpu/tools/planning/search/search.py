@@ -127,15 +127,24 @@ class SearchState:
     """Returns variants that may be faster than the best, at most `number`, fastest first.
 
     From a family with compiled variants: all whose estimate is faster. From any other family: one,
-    if it would be faster with every collective hidden. Of families that differ only in
-    overlap_layers, the one with it comes first, because it hides more of the same bytes; the other
-    one follows if the first has the best, or did not fit.
+    if it would be faster with every collective hidden. Of variants that differ only in
+    overlap_layers, the variant with it comes first: it hides more of the same bytes, which the
+    formula does not know. The other variant follows if the first is the best, or did not fit.
     """
     best = self.best(dtype)
     limit = self.estimate(best) if best and best.variant in self.compiled else math.inf
     chosen: list[Score] = []
+    of_pair: dict[Variant, float] = {}
+    for score in self.scores:
+      plain = _without_overlap_layers(score.variant)
+      of_pair[plain] = min(self.estimate(score), of_pair.get(plain, math.inf))
     for score in sorted(
-      self.scores, key=lambda s: (self.estimate(s), OVERLAPS not in s.family, s.needed_bytes)
+      self.scores,
+      key=lambda s: (
+        of_pair[_without_overlap_layers(s.variant)],
+        OVERLAPS not in s.family,
+        s.needed_bytes,
+      ),
     ):
       if len(chosen) == number:
         break
@@ -162,6 +171,11 @@ def _memory_relatives(score: Score) -> tuple[object, ...]:
   """Returns the family, and the precision, whose memory differs from the formula alike."""
   family = _without_overlap(score.family)
   return ((*family, 'few layers'),) if score.few_layers else (family, score.variant.dtype)
+
+
+def _without_overlap_layers(variant: Variant) -> Variant:
+  layout = tuple((name, value) for name, value in variant.layout if name != OVERLAPS)
+  return dataclasses.replace(variant, layout=layout)
 
 
 def _twin(family: tuple[object, ...]) -> tuple[object, ...]:

@@ -115,7 +115,7 @@ def joined(results: Sequence[Result], score: Score) -> Compiled | str:
   than the loss, so memory is at least the formula's.
 
   Args:
-    results: all layers; or `score.few_layers`, in this order.
+    results: a finished prediction; or parts with `score.few_layers`, in this order.
     score: the variant, by formula.
   """
   for result in results:
@@ -254,7 +254,12 @@ class Worker:
       score = self._scored(program, self.config, Variant(()))
     except UserError as e:
       return str(e)
-    return joined([self._part(self.config, n) for n in score.few_layers or (None,)], score)
+    results: list[Result] = []
+    for number in score.few_layers or (None,):
+      results.append(self._part(self.config, number))
+      if isinstance(results[-1], str):
+        break
+    return joined(results, score)
 
   def part(self, variant: Variant, num_layers: Optional[int]) -> Result:
     """Returns a compiled variant, or few layers of it; or why it does not compile.

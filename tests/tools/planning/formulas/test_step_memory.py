@@ -9,11 +9,35 @@ from benchmarks import compiled_memory
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.formulas import step_memory
+from t5x_gpu.tools.planning.formulas.step_shape import step_shape
 from t5x_gpu.tools.planning.gpu_targets import find_target
 from t5x_gpu.tools.planning.prediction import Planner
+from tests.aot.cases import Case
 
 COMPILED = json.loads(compiled_memory.OUT.read_text())['rows']
 BY_LAYER = [case for case in compiled_memory.CASES if case.label.startswith('by layer')]
+
+
+@pytest.mark.parametrize(
+  'layout, bindings, stores_all',
+  [
+    ('fsdp', ('Partitioner.overlap_layers = False',), True),
+    ('fsdp', (), False),
+    ('fsdp', ('Partitioner.overlap_layers = False', 'Partitioner.zero_stage = 2'), False),
+    ('hsdp', ('Partitioner.overlap_layers = False',), True),
+    ('dp', ('Partitioner.overlap_layers = False',), False),
+    ('dp', ('NUM_MICROBATCHES = 2', 'TransformerConfig.scan_unroll = 12'), True),
+    ('pp', ('Partitioner.fsdp = 4', 'TransformerConfig.scan_unroll = 12'), False),
+    ('fsdp', ('TransformerConfig.scan_unroll = 1',), True),
+  ],
+)
+def test_residuals_are_stored_in_a_loop_and_behind_a_barrier(layout, bindings, stores_all):
+  case = Case(model='decoder_base', layout=layout, batch=(64, 512), bindings=bindings)
+  config, gpu = case.config(), find_target('h100')
+  planner = Planner(gpu, Assumptions(), jax.devices())
+  program = planner.program(config, Topology(1, 8))
+  shape = step_shape(program, config.model, num_microbatches=config.num_microbatches, gpu=gpu)
+  assert [stack.stores_all for stack in shape.stacks] == [stores_all]
 
 
 @pytest.mark.parametrize('case', BY_LAYER, ids=lambda case: case.name)

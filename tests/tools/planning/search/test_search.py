@@ -176,6 +176,35 @@ def test_overlap_layers_is_compiled_first_and_its_twin_later():
   assert found.next('bfloat16', 3) == [plain, other]
 
 
+def test_overlap_layers_comes_first_also_where_the_formula_calls_it_slower():
+  variant = Variant((('fsdp', 8),), dtype='bfloat16')
+  plain = dataclasses.replace(score(1.0, least=0.5), variant=variant)
+  ahead = dataclasses.replace(
+    plain, variant=workers.with_overlap(variant), seconds=1.05, family=('a', 'overlap_layers')
+  )
+  assert SearchState(scores=[plain, ahead]).next('bfloat16', 3) == [ahead]
+
+
+def test_a_layout_is_predicted_with_and_without_overlap_layers():
+  case = Case(
+    model='llama3_2_1b', layout='fsdp', batch=(32, 4096), bindings=("REMAT_POLICY = 'none'",)
+  )
+  found = [
+    s
+    for s in worker_of(case).scores((('data', 1), ('fsdp', 8)), 1)
+    if (s.variant.remat_policy, s.variant.dtype) == ('none', 'bfloat16')
+    and not s.variant.loss_chunks
+    and not s.variant.full_remat_layers
+  ]
+  ahead, plain = sorted(found, key=lambda s: 'overlap_layers' not in s.family)
+  assert plain.needed_bytes > 1.3 * ahead.needed_bytes and plain.seconds > ahead.seconds
+  assert (*plain.family, 'overlap_layers') == ahead.family
+  ahead, plain = (dataclasses.replace(s, few_layers=(2, 4)) for s in (ahead, plain))
+  state = SearchState(scores=[ahead, plain])
+  state.add(ahead, Compiled(1.0, int(1.1 * ahead.needed_bytes), ahead.pool_bytes, (2, 4)))
+  assert state.needed_bytes(plain) == pytest.approx(1.1 * plain.needed_bytes), 'they share a ratio'
+
+
 def test_only_the_best_is_also_tried_without_overlap_layers():
   fast, twin = score(1.0, least=0.5), score(1.0, least=0.5, num_microbatches=2)
   slow, other = (score(1.1, least=0.5, family='bb', num_microbatches=n) for n in (1, 2))
@@ -334,7 +363,7 @@ def test_a_variant_without_a_loop_that_does_not_fit_rules_out_its_relatives():
 def test_few_layers_are_not_compiled_of_what_does_not_fit_by_formula():
   large = dataclasses.replace(score(1.0, 101), few_layers=(2, 4))
   small, other = (
-    dataclasses.replace(score(1.1, 90), few_layers=(2, 4)),
+    dataclasses.replace(score(1.1, 90, num_microbatches=2), few_layers=(2, 4)),
     score(1.0, 101, family='bb'),
   )
   found = SearchState(scores=[large, small, other])
@@ -360,6 +389,8 @@ def test_seconds_follow_few_layers_and_memory_is_at_least_the_formula():
     assert workers.joined(parts, whole).needed_bytes == expected * GIB, reason
   assert not workers.joined(parts, dataclasses.replace(whole, pool_bytes=84 * GIB)).fits
   assert workers.joined([compiled_as(2.0, 40)], score(9.5, 60)) == compiled_as(2.0, 40)
+  finished = compiled_as(2.0, 40, layers=(2, 4))
+  assert workers.joined([finished], whole) == finished, "the run's own variant"
 
 
 @pytest.mark.parametrize('dtype, is_faster', [('fp8', True), ('bfloat16', False)])
