@@ -94,8 +94,8 @@ class TransformerConfig(AttentionConfig, MoeConfig):
       of remat_policy: for a policy that almost fits. In a pipeline, each block has its share.
     scan_unroll: layers per iteration of the scan over layers; more costs compile time. None for all
       layers on a GPU, where a loop would copy every stored activation, unless there are more than
-      32; on several GPUs only with remat_policy = 'none'. 1 elsewhere, in pipelines, and where
-      microbatches add gradients in place. Parameters are always stacked [layers, ...].
+      32; on several GPUs, and where microbatches add gradients in place, only with remat_policy =
+      'none'. 1 elsewhere and in pipelines. Parameters are always stacked [layers, ...].
 
     fp8_scaling: source of the scales of FP8 operands: 'current' values, or 'delayed': the largest
       values of the last fp8_history steps, which are part of the state; or 'mxfp8': the current

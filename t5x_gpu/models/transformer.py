@@ -247,27 +247,35 @@ _MOST_UNROLLED = 32
 
 
 def layers_per_iteration(
-  config: TransformerConfig, num_layers: int, *, num_devices: int, platform: str, needs_loop: bool
+  config: TransformerConfig,
+  num_layers: int,
+  *,
+  num_devices: int,
+  platform: str,
+  is_block: bool,
+  adds_in_place: bool,
 ) -> int:
   """Returns `scan_unroll`, by default all layers on GPUs if they are not too many.
 
   A loop keeps what its layers store for the backward pass in stacked arrays: it fills them with
   zeros, copies each value into them and later out of them, 24 of 292 ms of a step with 1.3B
   parameters on an H200 (docs/performance.md). On several GPUs, layers that compute something again
-  run in a loop: without it, XLA computes it long before it is used.
+  run in a loop: without it, XLA computes it long before it is used. On one GPU, too, where a loop
+  adds gradients in place (`InPlace`): it moves nearly as little as no loop, in less memory.
 
   Args:
     config: the model's config.
     num_layers: number of layers.
     num_devices, platform: where they run.
-    needs_loop: whether they are a block of a stack, or their loop adds gradients in place
-      (`InPlace`), which moves as little as no loop, in less memory.
+    is_block: whether they are a block of a stack, in a pipeline.
+    adds_in_place: whether their loop adds gradients to gradients of earlier microbatches.
   """
   if config.scan_unroll is not None:
     return config.scan_unroll
   stores_all = config.remat_policy == 'none' and not config.full_remat_layers
-  fits = num_layers <= _MOST_UNROLLED and (num_devices <= 1 or stores_all)
-  return num_layers if platform == 'gpu' and fits and not needs_loop else 1
+  serves = stores_all or (num_devices <= 1 and not adds_in_place)
+  fits = num_layers <= _MOST_UNROLLED and not is_block
+  return num_layers if platform == 'gpu' and fits and serves else 1
 
 
 def _checked(returned: object, layer: nn.Module, carry: _Carry) -> _Carry:
@@ -361,7 +369,8 @@ def scan_layers(
       count,
       num_devices=jax.sharding.get_abstract_mesh().size,
       platform=choose.hardware().platform,
-      needs_loop=adds_in_place(params) or count < (layers_of_stack or count),
+      is_block=count < (layers_of_stack or count),
+      adds_in_place=adds_in_place(params),
     )
   return over_layers(
     one,

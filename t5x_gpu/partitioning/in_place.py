@@ -156,7 +156,8 @@ class _Loop:
       leaves,
       carry,
       shared,
-      prevent_cse=[self.unroll >= len(layers) for layers, _ in segments],
+      # Without remat there is no recomputation to keep apart.
+      prevent_cse=[p is not None and self.unroll >= len(layers) for layers, p in segments],
     )
 
     def body(step: LayerStep, carry: Tree, i: jax.Array) -> tuple[Tree, Tree]:

@@ -162,8 +162,13 @@ CASES = (
     ),
     label='by microbatch',
   ),
-  # Where no parameter is gathered, a loop adds each layer's gradients in place.
+  # Where no parameter is gathered, each layer's gradients are added in place.
   _small('dp', bindings=('NUM_MICROBATCHES = 4',), label='by microbatch'),
+  _small(
+    'dp',
+    bindings=('NUM_MICROBATCHES = 4', 'TransformerConfig.scan_unroll = 1'),
+    label='by microbatch, in a loop',
+  ),
   # The same on one GPU.
   Case(
     model='llama3_2_1b',

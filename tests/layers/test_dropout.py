@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from t5x_gpu.layers.dropout import DropoutRng, dropout, dropout_positions
 
@@ -48,6 +49,33 @@ def test_layers_and_sites_have_separate_masks():
     for r in (base.fold(0).at('a'), base.fold(1).at('a'), base.fold(0).at('b'))
   ]
   assert all((a != b).any() for i, a in enumerate(masks) for b in masks[:i])
+
+
+def test_masks_of_sites_layers_rows_and_features_are_independent():
+  def mask(rng):
+    return np.asarray(dropout(jnp.ones((256, 1, 1024)), RATE, rng)) > 0
+
+  base = rng(np.arange(256))
+  masks = [mask(r) for r in (base.fold(0).at('a'), base.fold(1).at('a'), base.fold(0).at('b'))]
+  first = masks[0]
+  pairs = [(a, b) for i, a in enumerate(masks) for b in masks[:i]]
+  pairs += [(first[1:], first[:-1]), (first[..., 1:], first[..., :-1])]
+  pairs += [(first, mask(rng(np.arange(256) + 1).fold(0).at('a')))]
+  agree = [(a == b).mean() for a, b in pairs]
+  # The standard error is 0.001.
+  np.testing.assert_allclose(agree, RATE**2 + (1 - RATE) ** 2, atol=5e-3)
+
+
+@pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg'])
+def test_keys_of_other_generators_serve(impl):
+  # JAX_DEFAULT_PRNG_IMPL, which users of TPUs set.
+  keys = DropoutRng(jax.random.key(3, impl=impl), jnp.arange(64)).fold(1).at('a')
+  out = np.asarray(dropout(jnp.ones((64, 5, 32)), RATE, keys))
+  assert abs(out.mean() - 1) < 0.1
+
+
+def test_a_rate_that_drops_nothing_in_practice_is_valid():
+  np.testing.assert_allclose(dropout(X, 1e-12, rng(np.arange(6))), X)
 
 
 def test_without_a_key_or_a_rate_nothing_is_dropped():

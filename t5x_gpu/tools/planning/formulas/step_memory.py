@@ -150,27 +150,37 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   if shape.ids_in_parts or shape.by_layer:
     # The logits' gathered kernel is freed, its gradient not yet sent.
     head = head * 4 // (shape.item_bytes + 4)
-  while_layers = gradients + layer + weights + stack + head
+  of_layers = bytes_of_all_layers(program)
+  by_microbatch = shape.passes > 1 and not shape.by_layer and not layout.pipeline
+  converted = of_layers // 2 if shape.item_bytes < 4 else 0
+  # Without a loop, the backward pass reads the kernels that the forward pass converted.
+  has_loop = any(stack.has_loop for stack in shape.stacks)
+  kept = converted if by_microbatch and not early and not has_loop else 0
+  weights += kept
+  # A loop that communicates a layer ahead writes sums to a stack of its own.
+  twice = by_microbatch and has_loop and layout.region.layers_ahead
+  summed = twice * gradients * of_layers // max(found[PARAMETERS], 1)
+  while_layers = gradients + summed + layer + weights + stack + head
   if layout.pipeline:  # a tick computes layers and loss; kernels are converted before the ticks
-    of_layers = bytes_of_all_layers(program)
     in_last_tick = of_layers if layout.region.sums_in_last_tick else 0
-    # In 8 bits, along inputs and along features; or in 16 bits.
-    converted = of_layers // 2 if shape.item_bytes < 4 else 0
     return found | {
       GRADIENTS: gradients + in_last_tick,
       LAYER: layer,
       WEIGHTS: weights + stack + converted,
       LOSS: logits + kernel,
     }
-  own = 0 if split else 4 * kernel // shape.item_bytes
-  in_loss = {LAYER: 0, WEIGHTS: 0}
-  if shape.by_layer:
-    in_loss |= {WEIGHTS: gathered, STACK: stack}
-  while_loss = logits + kernel + min(own, gradients) + sum(in_loss.values())
-  if while_layers >= while_loss:
-    return found | {LAYER: layer, WEIGHTS: weights, STACK: stack, LOSS: head}
-  in_loss |= {GRADIENTS: min(own, gradients), LOSS: logits + kernel}
-  return found | in_loss
+  of_kernel = 0 if split else min(4 * kernel // shape.item_bytes, gradients)
+  while_loss = {
+    GRADIENTS: gradients if by_microbatch else of_kernel,  # of earlier microbatches
+    LAYER: 0,
+    WEIGHTS: gathered if shape.by_layer else kept,
+    STACK: stack if shape.by_layer else 0,
+    LOSS: logits + kernel,
+  }
+  if while_layers >= sum(while_loss.values()):
+    own = {GRADIENTS: gradients + summed, LAYER: layer, WEIGHTS: weights}
+    return found | own | {STACK: stack, LOSS: head}
+  return found | while_loss
 
 
 def bytes_of_all_layers(program: Program) -> int:
@@ -266,6 +276,8 @@ def _all_of_a_layer(
     by_activation, of_block = _LEFT_BY_ACTIVATION, 2.0
     rotated = 0.0
   kept = sum(by_activation.get(name, 4) for name in c.mlp_activations)
+  if not stores_all and tuple(c.mlp_activations) == ('gelu',):
+    kept += 1  # its output; a gated MLP keeps the product
   mlp = hidden * (kept + (len(c.mlp_activations) > 1))
   return blocks * of_block * residual + (blocks - 1) * (heads + queries + rotated) + mlp
 

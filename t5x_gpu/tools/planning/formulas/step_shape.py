@@ -220,7 +220,8 @@ def _stacks(
 ) -> tuple[StackShape, ...]:
   mesh = program.layout.mesh.shape
   number, region = program.config.num_microbatches, program.layout.region
-  in_place = number > 1 and (region.by_layer(number) or not region.splits_gradients(number))
+  by_layer = region.by_layer(number)
+  in_place = number > 1 and not by_layer and not region.splits_gradients(number)
   repeats = program.layout.pipeline.repeats if program.layout.pipeline else 1
   gathers_again = (
     region.reduces_in_backward and program.layout.zero_stage == 3 and not region.layers_ahead
@@ -232,12 +233,13 @@ def _stacks(
   def stack(
     name: str, num_layers: int, length: int, causal: bool, cross_length: int = 0
   ) -> StackShape:
-    has_loop = num_layers > layers_per_iteration(
+    has_loop = by_layer or num_layers > layers_per_iteration(
       config,
       num_layers,
       num_devices=program.layout.mesh.size,
       platform='gpu',
-      needs_loop=in_place or program.layout.pipeline is not None,
+      is_block=program.layout.pipeline is not None,
+      adds_in_place=in_place,
     )
     return StackShape(
       name=name,
@@ -252,7 +254,7 @@ def _stacks(
       causal=causal,
       cross_length=cross_length,
       has_loop=has_loop,
-      stores_all=has_loop or in_place or gathers_again,
+      stores_all=has_loop or gathers_again,
       choice=_backend(program, config, length, gpu, rows),
     )
 
