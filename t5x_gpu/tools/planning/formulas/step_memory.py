@@ -157,9 +157,14 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   has_loop = any(stack.has_loop for stack in shape.stacks)
   kept = converted if by_microbatch and not early and not has_loop else 0
   weights += kept
-  # A loop that communicates a layer ahead writes sums to a stack of its own.
-  twice = by_microbatch and has_loop and layout.region.layers_ahead
-  summed = twice * gradients * of_layers // max(found[PARAMETERS], 1)
+  stack *= has_loop
+  # A loop that sums gradients writes them to a stack of its own.
+  ahead, summed = layout.region.layers_ahead, 0
+  if by_microbatch and has_loop and (ahead or early):
+    summed = gradients * of_layers // max(found[PARAMETERS], 1)
+  if by_microbatch and has_loop and not ahead and layout.mesh.size > 1 and c.remat_policy != 'none':
+    # XLA holds the stacks of the loop over microbatches and of the last microbatch at once.
+    found[ACTIVATIONS] *= 2
   while_layers = gradients + summed + layer + weights + stack + head
   if layout.pipeline:  # a tick computes layers and loss; kernels are converted before the ticks
     in_last_tick = of_layers if layout.region.sums_in_last_tick else 0

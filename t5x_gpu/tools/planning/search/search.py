@@ -60,7 +60,7 @@ class SearchState:
   given: Optional[Compiled | str] = None
   seconds: float = 0.0
   is_complete: bool = False
-  # family or precision -> ratios of compiled to formula
+  # family or precision -> ratios of compiled to formula; memory: (family, few layers) or precision
   _ratios: dict[object, list[float]] = dataclasses.field(default_factory=dict)
   _memory_ratios: dict[object, list[float]] = dataclasses.field(default_factory=dict)
 
@@ -71,7 +71,8 @@ class SearchState:
       return
     self.compiled[score.variant] = outcome
     ratio = outcome.needed_bytes / score.needed_bytes
-    for relatives in _memory_relatives(score):
+    few_layers = bool(score.few_layers)
+    for relatives in ((score.family, few_layers), *(() if few_layers else (score.variant.dtype,))):
       self._memory_ratios.setdefault(relatives, []).append(ratio)
     if outcome.fits:  # the time of a variant that is too large is void
       ratio = outcome.seconds / score.seconds
@@ -94,17 +95,18 @@ class SearchState:
   def needed_bytes(self, score: Score) -> float:
     """Returns the memory that a GPU needs: as compiled, or by formula and corrected.
 
-    The correction is the largest ratio of compiled to formula in the family, with overlap_layers or
-    without it: among variants without a loop over layers, or among the others. Else it is 1 without
-    a loop, and the precision's smallest ratio with one.
+    The correction is the largest ratio of compiled to formula in the family, else in its twin with
+    or without overlap_layers: among variants without a loop over layers, or among the others. Else
+    it is 1 without a loop, and the precision's smallest ratio with one.
     """
     if score.variant in self.compiled:
       return self.compiled[score.variant].needed_bytes
-    of_family, *others = _memory_relatives(score)
-    if ratios := self._memory_ratios.get(of_family):
-      return score.needed_bytes * max(ratios)
-    ratios = [ratio for relatives in others for ratio in self._memory_ratios.get(relatives, ())]
-    return score.needed_bytes * min(ratios, default=1.0)
+    for relatives in (score.family, _twin(score.family)):
+      if ratios := self._memory_ratios.get((relatives, bool(score.few_layers))):
+        return score.needed_bytes * max(ratios)
+    if score.few_layers:
+      return score.needed_bytes
+    return score.needed_bytes * min(self._memory_ratios.get(score.variant.dtype, [1.0]))
 
   def fits(self, score: Score) -> bool:
     """Returns whether a variant fits; by `needed_bytes` if it was not compiled."""
@@ -167,12 +169,6 @@ class SearchState:
     return chosen
 
 
-def _memory_relatives(score: Score) -> tuple[object, ...]:
-  """Returns the family, and the precision, whose memory differs from the formula alike."""
-  family = _without_overlap(score.family)
-  return ((*family, 'few layers'),) if score.few_layers else (family, score.variant.dtype)
-
-
 def _without_overlap_layers(variant: Variant) -> Variant:
   layout = tuple((name, value) for name, value in variant.layout if name != OVERLAPS)
   return dataclasses.replace(variant, layout=layout)
@@ -180,12 +176,8 @@ def _without_overlap_layers(variant: Variant) -> Variant:
 
 def _twin(family: tuple[object, ...]) -> tuple[object, ...]:
   """Returns the family that differs in overlap_layers alone."""
-  plain = _without_overlap(family)
+  plain = tuple(property for property in family if property != OVERLAPS)
   return plain if plain != family else (*plain, OVERLAPS)
-
-
-def _without_overlap(family: tuple[object, ...]) -> tuple[object, ...]:
-  return tuple(property for property in family if property != OVERLAPS)
 
 
 def search(

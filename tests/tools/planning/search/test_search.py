@@ -228,6 +228,16 @@ def test_a_layout_that_is_too_large_with_overlap_layers_is_not_tried_without():
   assert found.next('bfloat16', 3) == [small]
 
 
+def test_the_memory_of_the_own_family_counts_before_its_twin():
+  plain, ahead, more = (score(1.0, 50, num_microbatches=n) for n in (1, 2, 4))
+  ahead, more = (dataclasses.replace(s, family=('a', 'overlap_layers')) for s in (ahead, more))
+  found = SearchState(scores=[plain, ahead, more])
+  found.add(plain, compiled_as(1.0, needed=90))
+  assert found.needed_bytes(more) == 90 * GIB
+  found.add(ahead, compiled_as(1.0, needed=55))
+  assert found.needed_bytes(more) == pytest.approx(55 * GIB)
+
+
 def test_the_run_as_it_is_is_found_whatever_its_settings_without_effect():
   case = Case(
     model='llama3_2_1b',
