@@ -158,7 +158,7 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   kept = converted if by_microbatch and not early and not has_loop else 0
   weights += kept
   stack *= has_loop
-  # A loop that sums gradients writes them to a stack of its own.
+  # A loop over layers that sums gradients over devices writes the sums to a second stack.
   ahead, summed = layout.region.layers_ahead, 0
   if by_microbatch and has_loop and (ahead or early):
     summed = gradients * of_layers // max(found[PARAMETERS], 1)
