@@ -235,9 +235,9 @@ TRAFFIC_OF = {
 }
 # Bytes that elementwise kernels read and write. With four microbatches, the relative bias is
 # computed four times, which counts in a small model, most with one short row per microbatch; layers
-# of a pipeline store its buckets. With 4,096 tokens per GPU, XLA splits the sums of the kernels'
-# gradients over more cores and adds the parts, more on larger GPUs; with 16,384 tokens the formula
-# is exact.
+# of a loop or a pipeline store its buckets, which are as large as five activations then. With 4,096
+# tokens per GPU, XLA splits the sums of the kernels' gradients over more cores and adds the parts,
+# more on larger GPUs; with 16,384 tokens the formula is exact.
 ELEMENTWISE = 0.14
 ELEMENTWISE_OF = {
   'decoder_base fsdp h100 1x8': 0.18,
@@ -247,6 +247,7 @@ ELEMENTWISE_OF = {
   't5_1_1_base fsdp h100 1x8': 0.2,
   'decoder_base fsdp h100 1x8 by microbatch': 0.25,
   'decoder_base dp h100 1x8 by microbatch': 0.2,
+  'decoder_base dp h100 1x8 by microbatch, in a loop': 0.28,
   'decoder_base hsdp h100 2x8 by layer': 0.65,
   'decoder_base pp h100 1x8': 0.2,
   'decoder_base pp h100 1x8 overlap_layers': 0.2,

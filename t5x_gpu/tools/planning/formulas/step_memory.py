@@ -175,14 +175,18 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
       LOSS: logits + kernel,
     }
   of_kernel = 0 if split else min(4 * kernel // shape.item_bytes, gradients)
+  # The stacks of the last microbatch, whose loop runs one layer ahead, have no values at the start,
+  # and XLA holds them while the loop over microbatches computes its losses from its own.
+  both = by_microbatch and has_loop and ahead and not early
   while_loss = {
+    ACTIVATIONS: found[ACTIVATIONS] * (2 if both else 1),
     GRADIENTS: gradients if by_microbatch else of_kernel,  # of earlier microbatches
     LAYER: 0,
     WEIGHTS: gathered if shape.by_layer else kept,
     STACK: stack if shape.by_layer else 0,
     LOSS: logits + kernel,
   }
-  if while_layers >= sum(while_loss.values()):
+  if found[ACTIVATIONS] + while_layers >= sum(while_loss.values()):
     own = {GRADIENTS: gradients + summed, LAYER: layer, WEIGHTS: weights}
     return found | own | {STACK: stack, LOSS: head}
   return found | while_loss
