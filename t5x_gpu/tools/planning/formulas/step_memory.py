@@ -118,10 +118,9 @@ def pool_fraction(preset: str, *, gpu: GpuTarget, num_hosts: int, num_gpus: int)
 
 
 def _components(program: Program, shape: StepShape) -> dict[str, int]:
-  """Returns all components except the reserve."""
+  """Returns all components except the reserve: arguments, and what the largest peak holds."""
   state, layout = program.abstract_state, program.layout
-  early = layout.region.splits_gradients(program.config.num_microbatches)
-  table = layout.rules.state if early else layout.rules.parameters
+  table = layout.rules.state if _splits_early(program) else layout.rules.parameters
   gradients = gradient_bytes(program, table)
   if layout.pipeline and layout.zero_stage > 1:
     gradients *= layout.mesh.shape['fsdp']
@@ -133,63 +132,119 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   }
   if shape.config is None:
     return found
-  c = shape.config
-  found[ACTIVATIONS] = int(sum(_stored(program, shape, c, stack) for stack in shape.stacks))
-  # The peak is in the backward pass of the last layer, or while the loss is computed.
-  logits, kernel = _head(program, shape, c)
-  layer = int(max(_working_set(shape, c, stack) for stack in shape.stacks))
-  parameters, stack = _of_a_layer(program)
-  gathered = int(parameters * 2 * shape.item_bytes)
-  gradients_of_layer = int(early)
   if shape.by_layer:
-    found[MICROBATCHES] = _of_all_microbatches(shape, c)
-    gradients_of_layer = _GRADIENTS_BY_LAYER * shape.trains_kernels
-  weights = gathered + int(parameters * 4 * gradients_of_layer)
-  split = layout.mesh.shape['fsdp'] > 1
-  head = kernel if split else 0
+    found[MICROBATCHES] = _of_all_microbatches(shape, shape.config)
+  peaks = (_in_ticks,) if layout.pipeline else (_in_layers, _in_loss)
+  held = [peak(program, shape, shape.config, gradients) for peak in peaks]
+  return found | max(held, key=lambda components: sum(components.values()))
+
+
+def _in_ticks(
+  program: Program, shape: StepShape, c: TransformerConfig, gradients: int
+) -> dict[str, int]:
+  """Returns what a pipeline's ticks hold: each computes layers and loss, from converted kernels."""
+  of_layers = bytes_of_all_layers(program)
+  of_layer, stack = _weights(program, shape)
+  return {
+    ACTIVATIONS: _activations(program, shape, c),
+    GRADIENTS: gradients + of_layers * program.layout.region.sums_in_last_tick,
+    LAYER: _working_set(shape, c),
+    WEIGHTS: of_layer + stack + _converted(program, shape),
+    LOSS: sum(_head(program, shape, c)),
+  }
+
+
+def _in_layers(
+  program: Program, shape: StepShape, c: TransformerConfig, gradients: int
+) -> dict[str, int]:
+  """Returns what the backward pass of the last layer holds."""
+  layout = program.layout
+  of_layer, stack = _weights(program, shape)
+  _, head = _head(program, shape, c)
   if shape.ids_in_parts or shape.by_layer:
     # The logits' gathered kernel is freed, its gradient not yet sent.
     head = head * 4 // (shape.item_bytes + 4)
-  of_layers = bytes_of_all_layers(program)
-  by_microbatch = shape.passes > 1 and not shape.by_layer and not layout.pipeline
-  converted = of_layers // 2 if shape.item_bytes < 4 else 0
-  # Without a loop, the backward pass reads the kernels that the forward pass converted.
-  has_loop = any(stack.has_loop for stack in shape.stacks)
-  kept = converted if by_microbatch and not early and not has_loop else 0
-  weights += kept
-  stack *= has_loop
-  # A loop over layers that sums gradients over devices writes the sums to a second stack.
-  ahead, summed = layout.region.layers_ahead, 0
-  if by_microbatch and has_loop and (ahead or early):
-    summed = gradients * of_layers // max(found[PARAMETERS], 1)
-  if by_microbatch and has_loop and not ahead and layout.mesh.size > 1 and c.remat_policy != 'none':
-    # XLA holds the stacks of the loop over microbatches and of the last microbatch at once.
-    found[ACTIVATIONS] *= 2
-  while_layers = gradients + summed + layer + weights + stack + head
-  if layout.pipeline:  # a tick computes layers and loss; kernels are converted before the ticks
-    in_last_tick = of_layers if layout.region.sums_in_last_tick else 0
-    return found | {
-      GRADIENTS: gradients + in_last_tick,
-      LAYER: layer,
-      WEIGHTS: weights + stack + converted,
-      LOSS: logits + kernel,
-    }
-  of_kernel = 0 if split else min(4 * kernel // shape.item_bytes, gradients)
-  # The stacks of the last microbatch, whose loop runs one layer ahead, have no values at the start,
-  # and XLA holds them while the loop over microbatches computes its losses from its own.
-  both = by_microbatch and has_loop and ahead and not early
-  while_loss = {
-    ACTIVATIONS: found[ACTIVATIONS] * (2 if both else 1),
-    GRADIENTS: gradients if by_microbatch else of_kernel,  # of earlier microbatches
+  summed = 0
+  if _loops_in_loop(program, shape) and (layout.region.layers_ahead or _splits_early(program)):
+    # A loop over layers that sums gradients over devices writes the sums to a second stack.
+    params = bytes_per_device(program.abstract_state.params)
+    summed = gradients * bytes_of_all_layers(program) // max(params, 1)
+  return {
+    ACTIVATIONS: _activations(program, shape, c),
+    GRADIENTS: gradients + summed,
+    LAYER: _working_set(shape, c),
+    WEIGHTS: of_layer + _kept_kernels(program, shape),
+    STACK: stack,
+    LOSS: head if layout.mesh.shape['fsdp'] > 1 else 0,
+  }
+
+
+def _in_loss(
+  program: Program, shape: StepShape, c: TransformerConfig, gradients: int
+) -> dict[str, int]:
+  """Returns what the loss holds, with the gradients of earlier microbatches."""
+  logits, kernel = _head(program, shape, c)
+  if not _by_microbatch(program, shape):
+    split = program.layout.mesh.shape['fsdp'] > 1
+    gradients = 0 if split else min(4 * kernel // shape.item_bytes, gradients)  # the kernel's
+  weights, stack = _kept_kernels(program, shape), 0
+  if shape.by_layer:
+    weights, stack = _gathered(program, shape), _weights(program, shape)[1]
+  return {
+    ACTIVATIONS: _activations(program, shape, c, in_loss=True),
+    GRADIENTS: gradients,
     LAYER: 0,
-    WEIGHTS: gathered if shape.by_layer else kept,
-    STACK: stack if shape.by_layer else 0,
+    WEIGHTS: weights,
+    STACK: stack,
     LOSS: logits + kernel,
   }
-  if found[ACTIVATIONS] + while_layers >= sum(while_loss.values()):
-    own = {GRADIENTS: gradients + summed, LAYER: layer, WEIGHTS: weights}
-    return found | own | {STACK: stack, LOSS: head}
-  return found | while_loss
+
+
+def _splits_early(program: Program) -> bool:
+  """Returns whether the sum over microbatches has the optimizer's layout."""
+  return program.layout.region.splits_gradients(program.config.num_microbatches)
+
+
+def _by_microbatch(program: Program, shape: StepShape) -> bool:
+  return shape.passes > 1 and not shape.by_layer and not program.layout.pipeline
+
+
+def _loops_in_loop(program: Program, shape: StepShape) -> bool:
+  """Returns whether a loop over microbatches contains a loop over layers."""
+  return _by_microbatch(program, shape) and any(stack.has_loop for stack in shape.stacks)
+
+
+def _activations(
+  program: Program, shape: StepShape, c: TransformerConfig, *, in_loss: bool = False
+) -> int:
+  """Returns the bytes that all layers keep for the backward pass, at a peak.
+
+  XLA allocates stacks without values at the start of a step. So it holds the stacks of the loop
+  over microbatches and of the last microbatch at once: without overlap_layers always, but for
+  stacks that start as zeros (in_place.py); with it, until the loop has computed its losses.
+  """
+  layout = program.layout
+  found = int(sum(_stored(program, shape, c, stack) for stack in shape.stacks))
+  if not _loops_in_loop(program, shape):
+    return found
+  if layout.region.layers_ahead:
+    return found * (2 if in_loss and not _splits_early(program) else 1)
+  return found * (2 if layout.mesh.size > 1 and c.remat_policy != 'none' else 1)
+
+
+def _converted(program: Program, shape: StepShape) -> int:
+  """Returns the bytes of all layers' kernels, converted for the matmuls."""
+  return bytes_of_all_layers(program) // 2 if shape.item_bytes < 4 else 0
+
+
+def _kept_kernels(program: Program, shape: StepShape) -> int:
+  """Returns the bytes of converted kernels that the backward pass reads again.
+
+  With microbatches and without a loop over layers, XLA does not convert them twice.
+  """
+  has_loop = any(stack.has_loop for stack in shape.stacks)
+  keeps = _by_microbatch(program, shape) and not has_loop and not _splits_early(program)
+  return _converted(program, shape) if keeps else 0
 
 
 def bytes_of_all_layers(program: Program) -> int:
@@ -306,8 +361,12 @@ def _attention_logits(shape: StepShape, c: TransformerConfig, stack: StackShape)
   return rows * heads * (10 * local**2 + 20 * min(local, 1024) ** 2)
 
 
-def _working_set(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
+def _working_set(shape: StepShape, c: TransformerConfig) -> int:
   """Returns the bytes of activations and their gradients in the backward pass of one layer."""
+  return int(max(_working_set_of(shape, c, stack) for stack in shape.stacks))
+
+
+def _working_set_of(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
   residual, heads, hidden = _width(shape, c)
   tokens = shape.tokens(stack) / shape.passes
   width = 5 * residual + 2 * heads + (len(c.mlp_activations) + 2) * hidden
@@ -333,6 +392,24 @@ def _of_all_microbatches(shape: StepShape, c: TransformerConfig) -> int:
   # these gradients, which no sequence parallelism splits.
   in_loop = 4 * (1 - 1 / shape.passes) * (rows + bytes_of_token * encoded)
   return int(in_loop + rows + shape.item_bytes * c.embed_dim * tokens)
+
+
+def _weights(program: Program, shape: StepShape) -> tuple[int, int]:
+  """Returns the bytes of (weights and gradients of layers, a copy of the largest stack of weights).
+
+  The copy has the order in which fsdp gathers; without a loop, there is none.
+  """
+  gradients = int(_splits_early(program))
+  if shape.by_layer:
+    gradients = _GRADIENTS_BY_LAYER * shape.trains_kernels
+  parameters, stack = _of_a_layer(program)
+  has_loop = any(each.has_loop for each in shape.stacks)
+  return _gathered(program, shape) + int(parameters * 4 * gradients), stack * has_loop
+
+
+def _gathered(program: Program, shape: StepShape) -> int:
+  """Returns the bytes of two layers' weights, gathered over fsdp."""
+  return int(_of_a_layer(program)[0] * 2 * shape.item_bytes)
 
 
 def _of_a_layer(program: Program) -> tuple[float, int]:

@@ -3,10 +3,10 @@
     search(found, config, task, num_processes=2, compiles=True)
     found.best('bfloat16').variant
 
-Compiled variants correct the formulas of related ones. The search of a precision ends when no other
-variant promises a faster step, or after `limit` compiles. A step without a loop over its layers
-takes minutes to compile: the search compiles few of many such layers. It predicts the best variant
-without its loop by formula alone.
+Compiled variants correct the formulas of related ones. The search of a precision ends when no
+other variant promises a faster step (`SearchState.next`), or after `limit` compiles. A step without
+a loop over its layers takes minutes to compile: the search compiles few of many such layers. It
+predicts the best variant without its loop by formula alone.
 `search_text` and `search_json` show the variants; `gin_text` gives the best one as a gin file, with
 the reason for each choice.
 """
@@ -37,6 +37,8 @@ from t5x_gpu.tools.planning.search.workers import OVERLAPS, Compiled, Score, Sea
 
 # Number of compiles for the run's own precision, and for each other precision.
 LIMIT, LIMIT_OF_OTHERS = 6, 3
+# A gain, with every collective hidden, below which no family is compiled whose estimate is slower.
+_WORTH = 1.02
 # Number compiled before the next are chosen; a constant, so that all machines choose the same.
 _ROUND = 3
 
@@ -129,7 +131,8 @@ class SearchState:
     """Returns variants that may be faster than the best, at most `number`, fastest first.
 
     From a family with compiled variants: all whose estimate is faster. From any other family: one,
-    if it would be faster with every collective hidden. Of variants that differ only in
+    if its estimate is faster, or if it would gain 2% with every collective hidden: families differ
+    in what they hide, which the formula does not know. Of variants that differ only in
     overlap_layers, the variant with it comes first: it hides more of the same bytes, which the
     formula does not know. The other variant follows if the first is the best, or did not fit.
     """
@@ -162,7 +165,8 @@ class SearchState:
         is_promising = self.estimate(score) < limit
       else:
         is_open = twin not in self._ratios or (best is not None and best.family == twin)
-        is_promising = is_open and score.least_seconds < limit
+        is_faster = self.estimate(score) < limit or _WORTH * score.least_seconds < limit
+        is_promising = is_open and is_faster
         is_promising &= not any(c.family in (score.family, twin) for c in chosen)
       if is_promising:
         chosen.append(score)

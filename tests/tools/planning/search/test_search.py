@@ -166,6 +166,17 @@ def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
   assert untried in found.next('bfloat16', 4)
 
 
+def test_a_family_that_could_gain_little_is_compiled_only_if_its_estimate_is_faster():
+  best = score(1.0)
+  little, more = (score(1.1, least=x / 1.1, family='bb') for x in (0.99, 0.97))
+  faster = score(0.995, least=1.0, family='bb')
+  found = SearchState(scores=[best])
+  found.add(best, compiled_as(1.0))
+  for other, is_tried in ((little, False), (more, True), (faster, True)):
+    found.scores = [best, other]
+    assert (other in found.next('bfloat16', 3)) == is_tried
+
+
 def test_overlap_layers_is_compiled_first_and_its_twin_later():
   plain, other = score(1.0, least=0.5), score(1.1, least=0.5, family='bb')
   ahead = dataclasses.replace(plain, variant=score(1.0, num_microbatches=9).variant)
