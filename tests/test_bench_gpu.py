@@ -620,6 +620,7 @@ def test_the_traffic_table_is_the_one_of_the_docs():
     'Llama-3.2 1B': 'llama3_2_1b',
     'Qwen-3 1.7B': 'qwen3_1_7b',
     'Gemma-2 2B': 'gemma2_2b',
+    'GPT-2 XL': 'gpt2_xl',
     'BERT-Large, masked tokens': 'bert_large',
     'T5 1.1 large': 't5_large',
   }

@@ -213,7 +213,7 @@ TRAFFIC = {
   'llama3_2_1b': (4, (('full', 'bfloat16'),)),
   'qwen3_1_7b': (4, (('full', 'bfloat16'),)),
   'gemma2_2b': (4, (('full', 'bfloat16'),)),
-  'gpt2_xl': (8, (('full', 'bfloat16'),)),
+  'gpt2_xl': (8, (('dots', 'bfloat16'),)),
   'bert_large': (16, (('none', 'bfloat16'), ('dots', 'bfloat16'))),
   't5_large': (8, (('none', 'bfloat16'), ('dots', 'bfloat16'))),
 }

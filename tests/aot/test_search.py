@@ -1,4 +1,4 @@
-"""`plan --search` compiled for GPUs that are absent: no neighbor of the best is faster."""
+"""`plan --search` compiled for GPUs that are absent: no neighbor of the best is much faster."""
 
 import functools
 import random
@@ -10,7 +10,7 @@ from t5x_gpu.tools.planning.devices import simulated_devices, topology_of
 from t5x_gpu.tools.planning.gpu_targets import find_target
 from t5x_gpu.tools.planning.prediction import PlanConfig, Planner
 from t5x_gpu.tools.planning.remedies import EQUAL
-from t5x_gpu.tools.planning.search.search import SearchState, search, search_text
+from t5x_gpu.tools.planning.search.search import WORTH, SearchState, search, search_text
 from t5x_gpu.tools.planning.search.variants import Variant
 from t5x_gpu.tools.planning.search.workers import SearchTask, Worker
 from tests.aot.cases import Case
@@ -61,7 +61,7 @@ def _case(model: str, gpus: int, rows_per_gpu: int, length: int, layout: str = '
     ][1:],
   ],
 )
-def test_no_sampled_neighbor_of_the_best_is_faster(case):
+def test_no_sampled_neighbor_of_the_best_is_much_faster(case):
   topology = topology_of(gpus=case.hosts * case.gpus_per_host, gpus_per_host=case.gpus_per_host)
   devices = simulated_devices(topology.num_devices)
   config, found = case.config(), SearchState()
@@ -81,11 +81,13 @@ def test_no_sampled_neighbor_of_the_best_is_faster(case):
   assert found.given in found.compiled.values(), 'the current run'
   fastest = min(p.seconds for v, p in found.compiled.items() if v.dtype == 'bfloat16' and p.fits)
   assert found.estimate(best) <= EQUAL * fastest
+  assert near
   planner = Planner(find_target(case.gpu), Assumptions(), devices)
   for score in random.Random(0).sample(near, min(SAMPLED, len(near))):
     p = planner.silently(score.variant.applied(config), topology)
     print(f'{score.variant}: {p.seconds_per_step:.5g} s, the best {fastest:.5g} s')
-    assert p.seconds_per_step * EQUAL >= fastest or not p.memory.fits
+    gain = EQUAL if score.mesh == best.mesh else WORTH
+    assert p.seconds_per_step * gain >= fastest or not p.memory.fits
 
 
 def test_a_step_without_a_loop_is_as_fast_and_large_as_few_of_its_layers_say():

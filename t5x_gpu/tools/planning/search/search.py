@@ -37,8 +37,9 @@ from t5x_gpu.tools.planning.search.workers import OVERLAPS, Compiled, Score, Sea
 
 # Number of compiles for the run's own precision, and for each other precision.
 LIMIT, LIMIT_OF_OTHERS = 6, 3
-# A gain, with every collective hidden, below which no family is compiled whose estimate is slower.
-_WORTH = 1.02
+# On another mesh than the best's: a gain, with every collective hidden, below which no family is
+# compiled whose estimate is slower.
+WORTH = 1.02
 # Number compiled before the next are chosen; a constant, so that all machines choose the same.
 _ROUND = 3
 
@@ -131,10 +132,10 @@ class SearchState:
     """Returns variants that may be faster than the best, at most `number`, fastest first.
 
     From a family with compiled variants: all whose estimate is faster. From any other family: one,
-    if its estimate is faster, or if it would gain 2% with every collective hidden: families differ
-    in what they hide, which the formula does not know. Of variants that differ only in
-    overlap_layers, the variant with it comes first: it hides more of the same bytes, which the
-    formula does not know. The other variant follows if the first is the best, or did not fit.
+    if its estimate is faster, or if it would be with every collective hidden, on another mesh by
+    2%: families differ in what they hide, which the formula does not know. Of variants that differ
+    only in overlap_layers, the variant with it comes first: it hides more of the same bytes. The
+    other variant follows if the first is the best, or did not fit.
     """
     best = self.best(dtype)
     limit = self.estimate(best) if best and best.variant in self.compiled else math.inf
@@ -165,7 +166,8 @@ class SearchState:
         is_promising = self.estimate(score) < limit
       else:
         is_open = twin not in self._ratios or (best is not None and best.family == twin)
-        is_faster = self.estimate(score) < limit or _WORTH * score.least_seconds < limit
+        gain = 1 if best is not None and score.mesh == best.mesh else WORTH
+        is_faster = self.estimate(score) < limit or gain * score.least_seconds < limit
         is_promising = is_open and is_faster
         is_promising &= not any(c.family in (score.family, twin) for c in chosen)
       if is_promising:
