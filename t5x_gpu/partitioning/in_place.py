@@ -60,7 +60,7 @@ def run_in_place(
   """
   leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
   block = next(leaf for leaf in leaves if isinstance(leaf, InPlace))
-  loop = _Loop(layer, treedef, dtype, remat, block.size, unroll)
+  loop = _Loop(layer, treedef, dtype, remat, unroll, block.size, block.in_tick)
   layers = jax.custom_vjp(loop.forward)
   layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)
   places = jnp.asarray(block.start, jnp.int32), jnp.asarray(first_layer, jnp.int32)
@@ -79,11 +79,13 @@ class InPlace(Wrapper):
     param: the parameter, stacked over all layers of the stack.
     start: index of the block's first layer in the stack.
     size: number of layers of the block.
+    in_tick: whether the loop is in a tick of a pipeline.
   """
 
   param: Parameter
   start: Index
   size: int = flax.struct.field(pytree_node=False)
+  in_tick: bool = flax.struct.field(pytree_node=False, default=False)
   loop = staticmethod(run_in_place)
   adds_in_place = True
 
@@ -122,8 +124,9 @@ class _Loop:
   treedef: PyTreeDef
   dtype: DTypeLike
   remat: Remat
-  size: int
   unroll: int
+  size: int
+  in_tick: bool
 
   @property
   def _segments(self) -> list[range]:
@@ -168,8 +171,7 @@ class _Loop:
       # XLA allocates stacks without values at the start of a step: for the loop over microbatches
       # and for the microbatch outside of it, at the same time. Without remat, they are the peak. A
       # pipeline's ticks are one loop, and would move 12% more with zeros.
-      in_pipeline = jax.sharding.get_abstract_mesh().shape.get('stage', 1) > 1
-      loop = scan if policy or in_pipeline else jax.lax.scan
+      loop = scan if policy or self.in_tick else jax.lax.scan
       carry, of_segment = self._scan(functools.partial(body, step), carry, layers, loop=loop)
       stored.append(of_segment)
     return carry, _Kept(leaves, flat, places, stored, steps=steps, shared_tree=shared_tree)

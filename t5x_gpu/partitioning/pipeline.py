@@ -399,7 +399,9 @@ def where(condition: Union[bool, jax.Array], a: Tree, b: Tree) -> Tree:
 
 def _in_place(param: Union[jax.Array, Parameter], start: jax.Array, size: int) -> Parameter:
   """Returns a parameter of a block of layers; the last tick's, which communicate, are unchanged."""
-  return param if isinstance(param, Ahead) else InPlace(as_parameter(param), start, size)
+  if isinstance(param, Ahead):
+    return param
+  return InPlace(as_parameter(param), start, size, in_tick=True)
 
 
 def last_tick(
