@@ -119,6 +119,17 @@ def bench(example: str, options: list[str]) -> dict[str, Any]:
   }
 
 
+def _processor() -> str:
+  """Returns the processor's name, family and model, as Linux tells them; '' elsewhere."""
+  info = pathlib.Path('/proc/cpuinfo')
+  lines = info.read_text().splitlines() if info.exists() else []
+  fields = dict(
+    reversed([[x.strip() for x in line.split(':', 1)] for line in lines if ':' in line])
+  )
+  found = [f'{key} {fields[key]}' for key in ('model name', 'cpu family', 'model') if key in fields]
+  return ''.join(f', {each}' for each in found)
+
+
 def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
   return {
     key: round(statistics.median(r[key] for r in rounds), 4)
@@ -187,7 +198,7 @@ def main() -> None:
     'commit': measured,
     'date': datetime.date.today().isoformat(),
     'load_at_start': load,
-    'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',
+    'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}{_processor()}',
     'python': platform.python_version(),
     'jax, flax, optax': versions,
     'repeats': args.repeats,
